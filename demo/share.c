@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * What the demo runs inside the VMs and on the host: programs that meet in a mapped file.
+ * The demo's programs inside the VMs and on the host, which meet in a mapped file.
  *
  *	share produce FILE COUNT	sends COUNT numbers through a ring in FILE
  *	share consume FILE COUNT	receives them, checks each, prints the rate

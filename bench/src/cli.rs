@@ -16,7 +16,7 @@ use crate::page;
 use crate::record::{Recorded, Results};
 use crate::report;
 
-/// What can be measured.
+/// The benches.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
@@ -68,7 +68,7 @@ pub struct FilesArgs {
 /// `tombolo bench net`
 #[derive(Debug, Args)]
 pub struct NetArgs {
-    /// What is measured without VMs, and which cases
+    /// The cases, and those without VMs
     #[command(flatten)]
     load: tombolo_net_load::load::Options,
     /// Leave out what is measured without VMs
@@ -86,7 +86,7 @@ pub struct NetArgs {
     /// The same until so many frames have been sent
     #[arg(long, value_name = "FRAMES", conflicts_with = "soak")]
     soak_frames: Option<u64>,
-    /// Where the soak's kills come
+    /// The seed of the soak's kills
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Folder for the results
@@ -101,7 +101,7 @@ pub struct NetArgs {
 pub fn run(command: Command, json: bool) -> Result<ExitCode> {
     interrupt::watch()?;
     match measure(command, json) {
-        // What ended with the signal may have failed first.
+        // A program that the signal ended may have failed before.
         Err(_) if interrupt::is_asked() => {
             eprintln!("tombolo: interrupted; everything that was started has been stopped");
             Ok(ExitCode::from(130))

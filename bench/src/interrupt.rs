@@ -21,7 +21,7 @@ pub fn watch() -> Result<()> {
     Ok(())
 }
 
-/// Whether such a signal has arrived.
+/// Returns whether such a signal has arrived.
 #[must_use]
 pub fn is_asked() -> bool {
     ASKED.get().is_some_and(|flag| flag.load(Ordering::Acquire))

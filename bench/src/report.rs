@@ -61,7 +61,7 @@ impl Table {
         self.units.get(case).map(|(unit, better)| (unit.as_str(), *better))
     }
 
-    /// How many times better `system` is than `peer`, case by case (cases that both have and neither does for nothing).
+    /// The ratio of `system` to `peer` in each case that both have, greater than 1 if `system` is better. Cases with a value of zero are left out.
     pub fn ratios(&self, system: &str, peer: &str) -> Vec<(String, f64)> {
         self.cases
             .iter()

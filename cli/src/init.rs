@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 
-/// What is written.
+/// The compose file that is written.
 const TEXT: &str = include_str!("init.toml");
 
 /// Options of `tombolo init`.

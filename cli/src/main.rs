@@ -57,7 +57,7 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_passthrough::cli::Command,
     },
-    /// How VMs start, and how their memory arrives
+    /// Starts of VMs, and memory that arrives while they run
     Start {
         #[command(subcommand)]
         command: tombolo_vm::commands::start::StartCommand,
@@ -118,7 +118,7 @@ enum NetCommand {
     Vm(tombolo_vm::commands::net::NetCommand),
 }
 
-/// What can be measured.
+/// The benches.
 #[derive(Subcommand)]
 enum BenchCommand {
     #[command(flatten)]
@@ -141,7 +141,7 @@ fn main() -> ExitCode {
     }
     match run(cli) {
         Ok(code) => code,
-        // Whoever read the output has seen enough ('| head').
+        // The reader of the output has gone ('| head'), which is no failure.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
             complain(&e);
@@ -155,7 +155,7 @@ fn complain(error: &anyhow::Error) {
     tombolo_vm::say!("{}", format!("{error:#}").trim_start_matches("tombolo: "));
 }
 
-/// `println!` panics where nobody reads the standard output any more; that ends the program as a broken pipe elsewhere does.
+/// `println!` panics if the reader of the standard output has gone. This makes such a panic end the program as a broken pipe does.
 fn end_quietly_on_a_closed_pipe() {
     let others = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -40,7 +40,7 @@ fn guest_image() -> &'static Path {
     })
 }
 
-/// What a program prints natively.
+/// The output of a program without forwarding.
 fn natively(program: &Path) -> String {
     String::from_utf8(done(&mut native(Command::new(program))).stdout).unwrap()
 }

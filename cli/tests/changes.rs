@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `up`, `restart`, `config`, `events`, `logs` and `clean` do with a project whose file changes. A stand-in for QEMU, real switches.
+//! `up`, `restart`, `config`, `events`, `logs` and `clean` of a project whose file changes. A stand-in for QEMU, real switches.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -187,7 +187,7 @@ fn a_dry_run_says_what_would_be_done_and_changes_nothing() {
     assert_eq!((action(&planned, "vm", "a"), action(&planned, "vm", "b")), ("wait".into(), "start".into()));
     let restarts = lab.good(&["restart", "--dry-run", "a"]);
     assert!(restarts.contains("restart the VM 'a': memory 128M -> 256M"), "{restarts}");
-    // What would be refused is.
+    // A plan that `up` would refuse is refused.
     write(&lab, &format!("{}[vm.b]\n{}", file("128M"), VM.replace("\"kernel\"", "\"./missing\"")));
     let refused = lab.run(&["up", "--dry-run"]);
     assert!(!refused.status.success() && said(&refused).contains("vm.b.kernel: "), "{}", said(&refused));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a compose file may ask of `up` and `down`, with the stand-in for QEMU: order, health, variables, disks, ports.
+//! Settings of a compose file for `up` and `down`, with the stand-in for QEMU: order, health, variables, disks, ports.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -24,7 +24,7 @@ fn write(lab: &Lab, compose: &str) {
     std::fs::write(lab.dir.path().join("tombolo.toml"), compose).unwrap();
 }
 
-/// Whether these lines come in this order.
+/// Returns whether these lines come in this order.
 fn in_order(text: &str, lines: &[&str]) -> bool {
     let mut rest = text;
     lines.iter().all(|line| match rest.find(line) {

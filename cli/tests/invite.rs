@@ -39,7 +39,7 @@ impl Place {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// What a command that must fail says.
+    /// The error of a command that must fail.
     fn bad(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert!(!output.status.success(), "{args:?} succeeded");
@@ -210,7 +210,7 @@ fn a_zone_of_a_process_that_serves_no_others_invites_nobody() {
     assert!(place.member("a").is_none());
 }
 
-/// What QEMU's monitor says of memory devices when it has these arguments; the guest never runs.
+/// The memory devices in QEMU's monitor with these arguments; the guest never runs.
 fn qemu_takes(arguments: &str) -> String {
     let mut qemu = Command::new("qemu-system-x86_64");
     qemu.args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"])

@@ -45,7 +45,7 @@ fn lab() -> Lab {
     lab
 }
 
-/// What `ps` says, once nothing is on its way any more; with it the processes of this project that the host has.
+/// The answer of `ps` once no VM starts or stops, and the processes of this project on the host.
 fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
     let start = Instant::now();
     loop {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a user does with a passed-through device, from the compose file to `down`, in the emulated KVM host.
+//! A passed-through device from the compose file to `down`, in the emulated KVM host.
 
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -106,7 +106,7 @@ fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on
     println!("{blame}");
     assert!(lab.good("tombolo start metrics").contains("tombolo_start_complete{vm=\"grows\"} 1"));
 
-    // Nobody else gets the card meanwhile.
+    // No other VM gets the card meanwhile.
     let refused = lab.run("tombolo up second");
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(!refused.status.success() && said.contains("vm.second.devices"), "{said}");

@@ -120,7 +120,7 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     assert!(ports["ports"].as_array().unwrap().iter().all(|p| p["up"] == true), "{ports}");
     assert!(sent(&lab).0 > 1 << 20, "nothing went through the second switch");
 
-    // What goes on is seen per second, by port and VM.
+    // The traffic is shown per second, by port and VM.
     let mut pings = lab.command(&["exec", "a", "--", "ping", "-A", "-q", "b"]).spawn().unwrap();
     wait_until("rates", || {
         let said = json(&lab, &["top", "-f", "tombolo.toml", "--json", "--count", "1", "--interval", "0.5"]);

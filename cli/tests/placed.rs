@@ -25,7 +25,7 @@ fn a_vm_lies_on_a_part_of_the_host_and_its_guest_sees_just_that() {
     let cpu = vm["placement"]["plan"]["vcpus"][0]["host"].to_string();
     assert!(lab.good(&["topology", "show"]).contains(&format!("CPU {cpu} (a)")));
 
-    // Somebody moves the vCPU's thread: the check says so, and fails.
+    // The vCPU's thread is moved: the check reports it, and fails.
     let thread = vm["placement"]["threads"][0]["thread"].to_string();
     let own = std::fs::read_to_string("/proc/self/status").unwrap();
     let all = own.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Zones in VMs whose QEMU somebody else starts: docs/qemu.md, as a user does it. Under TCG, with the guest kit's 6.1 kernel.
+//! Zones in VMs whose QEMU the user starts: docs/qemu.md, step by step. Under TCG, with the guest kit's 6.1 kernel.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};

@@ -111,7 +111,7 @@ fn a_policy_with_a_number_gives_up() {
     lab.good(&["down"]);
 }
 
-/// What systemd does with the packages' unit: runs its command with a socket for READY=1.
+/// Runs the command of the packages' unit with a socket for READY=1, as systemd does.
 struct Unit {
     up: Child,
     ready: UnixDatagram,
@@ -184,7 +184,7 @@ fn the_unit_starts_a_project_again_whose_supervisor_died_takes_over_one_that_liv
     assert_eq!(code, 0, "{words}");
     lab.assert_nothing_left();
 
-    // Somebody's 'down' is no failure: systemd leaves it at that.
+    // A 'down' by a user is no failure: systemd does not start the unit again.
     let unit = Unit::start(&lab);
     unit.wait_ready();
     lab.good(&["down"]);

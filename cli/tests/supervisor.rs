@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the supervisor does in trouble: no guests, a stand-in for QEMU (`fake-qemu`).
+//! The supervisor in trouble: no guests, a stand-in for QEMU (`fake-qemu`).
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{PermissionsExt, symlink};

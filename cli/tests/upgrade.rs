@@ -156,7 +156,7 @@ fn memory_goes_on_growing_and_a_policy_goes_on_starting_its_vm() {
     let first = number(&vm("again")["pid"]);
     signal(first, "KILL");
     until("its end is not seen", || vm("again")["pid"].as_u64() != Some(u64::from(first)));
-    // Whether its pause is over or not.
+    // The pause before its restart may be over or not.
     upgrade(&lab, &next(&lab, "next"));
     until("it is not started again", || vm("again")["state"] == "up" && vm("again")["restarts"] == 1);
     until("its memory does not grow", || vm("big")["growth"]["phase"] == "complete");

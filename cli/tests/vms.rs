@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `tombolo up` and its relatives do with real guests, as a user sees it. Under TCG, with the guest kit's 6.1 kernel.
+//! `tombolo up` and its relatives with real guests, as a user sees them. Under TCG, with the guest kit's 6.1 kernel.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -73,7 +73,7 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "a value\n/tmp\n");
     assert_eq!(lab.run(&["exec", "a", "--", "/nonexistent"]).status.code(), Some(127));
     assert_eq!(lab.run(&["exec", "nobody", "--", "true"]).status.code(), Some(125));
-    // Nobody's input is not waited for.
+    // A command without input does not wait for it.
     assert_eq!(lab.good(&["exec", "a", "--", "cat"]), "");
     lab.good(&["exec", "-i", "a", "--", "true"]);
 
@@ -431,7 +431,7 @@ fn zones_come_and_go_and_come_back_as_often_as_there_are_ports() {
         lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
         assert_eq!(lab.good(&["exec", "a", "--", "cat", "/mnt/late/x"]), "kept\n");
     }
-    // What the host does is heard in the guest, by the doorbell that came last.
+    // The guest hears of the host's change, by the doorbell that came last.
     let host = lab.dir.path().join("host");
     std::fs::create_dir(&host).unwrap();
     lab.good(&["files", "mount", "late", host.to_str().unwrap()]);
@@ -529,7 +529,7 @@ fn the_host_and_a_guest_hear_of_each_other() {
     drop(holder.stdin.take());
     holder.wait().unwrap();
 
-    // What the host does is heard by inotify in the guest.
+    // inotify in the guest hears of the host's change.
     std::fs::create_dir(host.join("d")).unwrap();
     std::fs::write(host.join("d/file"), "x").unwrap();
     let hear = ["exec", "a", "--", "/mnt/hear", "/mnt/d", "/mnt/d/file", "/mnt/ready"];
@@ -568,7 +568,7 @@ fn the_host_and_a_guest_hear_of_each_other() {
         assert!(heard.lines().any(|l| l == told), "not heard: {told}; but:\n{heard}");
     }
 
-    // What the guest does is shown by watch on the host.
+    // watch on the host shows the guest's change.
     let mut watch = lab.command(&["files", "watch", "shared"]).stdout(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
     lines.next().unwrap();
@@ -578,7 +578,7 @@ fn the_host_and_a_guest_hear_of_each_other() {
     signal(watch.id(), "TERM");
     assert!(watch.wait().unwrap().success());
 
-    // What the file grants holds: the guest's own files end at 20 MiB.
+    // The limit of the file holds: the guest's own files end at 20 MiB.
     let full = lab.run(&["exec", "a", "--", "dd", "if=/dev/zero", "of=/mnt/own", "bs=1M", "count=21"]);
     assert!(String::from_utf8_lossy(&full.stderr).contains("quota exceeded"), "{full:?}");
     let accounts = lab.good(&["files", "accounts", "shared"]);

@@ -6,7 +6,7 @@
 //!
 //! - [`socket`]: sends one request over a new connection.
 //! - [`accel`]: requests and answers of accelerator servers.
-//! - [`net`]: requests and answers of switches.
+//! - [`net`]: requests and answers of switches, and their configuration.
 //! - [`Mac`] and [`Size`]: as users write them.
 
 #![deny(missing_docs)]

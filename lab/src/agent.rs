@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use crate::protocol::{Frame, MAX_PAYLOAD, Nonce, Parsed, Start, encode, parse};
 use crate::signals::{ChildOf, Signals, detach, signal_changes};
 
-/// How many commands can run in one lab at a time.
+/// The most commands that run in one lab at a time.
 pub const PORTS: usize = 8;
 /// Names of the virtio-serial ports begin with this; a number follows.
 pub const PORT_PREFIX: &str = "tombolo.lab.";
@@ -46,14 +46,14 @@ const ACCEPTING: &str = "-";
 /// The report of a lab without virtio-serial when it is ready.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Whether there is a /dev/kvm.
+    /// There is a /dev/kvm.
     pub kvm: bool,
     /// IA32_VMX_VMFUNC (Intel SDM vol. 3, A.11): the VM functions a guest may be allowed. 0 where there is no VMX.
     pub vm_functions: u64,
 }
 
 impl Status {
-    /// Whether EPTP switching (VM function 0) can be allowed.
+    /// Returns whether EPTP switching (VM function 0) can be allowed.
     pub fn eptp_switching(&self) -> bool {
         self.vm_functions & 1 != 0
     }
@@ -307,7 +307,7 @@ impl Worker {
                 }
                 Ok(())
             }
-            // Only an agent sends these, but for a second greeting with another nonce, which is nobody's.
+            // Only an agent sends these. A second greeting with another nonce is ignored.
             Frame::Hello(_) | Frame::Stdout(_) | Frame::Stderr(_) | Frame::Exit(_) | Frame::Failed(_) => {
                 Ok(())
             }

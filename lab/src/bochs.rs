@@ -52,7 +52,7 @@ pub struct Bochs {
     pub version: String,
 }
 
-/// How to reach a lab's agent from outside.
+/// The address of a lab's agent from outside.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Address {
     /// A TCP port of the loopback interface.

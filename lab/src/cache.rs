@@ -124,7 +124,7 @@ pub fn bochs() -> Result<PathBuf> {
 /// The folder into which `fetch.sh` unpacks, until it is kept.
 struct Unpacked {
     work: tempfile::TempDir,
-    /// What the script printed.
+    /// The output of the script.
     printed: String,
     /// One fetches at a time.
     _lock: File,

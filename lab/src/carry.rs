@@ -87,7 +87,7 @@ impl Carried {
         self.entries.iter().map(|(place, source)| (place.as_path(), source.as_path()))
     }
 
-    /// Whether something is at this path of the lab.
+    /// Returns whether something is at this path of the lab.
     pub fn has(&self, place: &Path) -> bool {
         self.entries.contains_key(place)
     }
@@ -148,7 +148,7 @@ fn interpreter(start: &[u8]) -> Option<PathBuf> {
     Some(program.into()).filter(|path: &PathBuf| path.exists())
 }
 
-/// Where this machine has a program: a path as it is, a name by PATH and the folders for administrators.
+/// The path of a program of this machine: a path as it is, a name by PATH and the folders for administrators.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     if name.contains('/') {
         return Some(PathBuf::from(name)).filter(|path| path.is_file());

@@ -25,12 +25,12 @@ pub struct LabArguments {
     /// The lab with Intel VMX, EPT and VMFUNC, under Bochs: slower, and it sees of this machine only what it is given
     #[arg(long, global = true)]
     pub vmx: bool,
-    /// What to do
+    /// The command
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What `tombolo lab` does.
+/// The commands of `tombolo lab`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Boot a lab that stays up until `down`
@@ -41,7 +41,7 @@ pub enum Command {
     Shell(Options),
     /// End a lab
     Down {
-        /// Which lab (default: lab, with --vmx: vmx)
+        /// The lab's name (default: lab, with --vmx: vmx)
         #[arg(long)]
         name: Option<String>,
     },
@@ -58,10 +58,10 @@ pub enum Command {
     },
 }
 
-/// Which lab, and what it is made of where it has to be booted.
+/// A lab, and its parts if it has to be booted.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// Which lab (default: lab, with --vmx: vmx)
+    /// The lab's name (default: lab, with --vmx: vmx)
     #[arg(long)]
     pub name: Option<String>,
     /// IOMMU of the emulated host (default: intel; not with --vmx)

@@ -31,7 +31,7 @@ pub struct Session {
     stream: File,
     input: Vec<u8>,
     number: usize,
-    /// Whether the lab shares no folder with this machine.
+    /// The lab shares no folder with this machine.
     apart: bool,
     _lock: File,
 }

@@ -33,7 +33,7 @@ pub enum Machine {
 pub struct Config {
     /// The kind of host. The fields below hold for both kinds, except where they name one.
     pub machine: Machine,
-    /// Which IOMMU the host has (SVM).
+    /// The IOMMU of the host (SVM).
     pub iommu: Iommu,
     /// Memory of the host in MiB; with SVM half of it on each node.
     pub memory_mib: u64,
@@ -49,7 +49,7 @@ pub struct Config {
     pub carried: Vec<PathBuf>,
     /// A folder that exists in the lab, empty (VMX): where commands begin.
     pub cwd: PathBuf,
-    /// How to start the agent in the lab: program and first arguments.
+    /// The agent in the lab: program and first arguments.
     pub agent: Vec<String>,
     /// More kernel arguments.
     pub kernel_arguments: String,
@@ -137,7 +137,7 @@ impl Config {
     }
 }
 
-/// Whether `text` can stand in an emulator's option, in quotes of a shell and in a list of paths.
+/// Returns whether `text` can stand in an emulator's option, in quotes of a shell and in a list of paths.
 pub fn plain(text: &str) -> bool {
     !text.chars().any(|c| c.is_control() || [',', '\'', '"', '\\', '$', '`'].contains(&c))
 }

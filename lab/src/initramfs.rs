@@ -17,7 +17,7 @@ use tombolo_qemu::cpio::Archive;
 use tombolo_rig::image::busybox;
 use tombolo_rig::kernel::unpacked;
 
-/// Where files that should come back are put inside the lab.
+/// The folder inside the lab for files that come back.
 pub const OUT: &str = "/run/tombolo-lab/out";
 
 /// Modules the lab needs before it has a root file system.

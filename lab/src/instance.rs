@@ -268,7 +268,7 @@ fn folders(base: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// The lock of a folder that belongs to nobody; None where somebody holds it.
+/// The lock of a folder without an owner; None: a process holds it.
 fn free_lock(folder: &Path) -> Result<Option<File>> {
     let lock = match File::open(folder.join("lock")) {
         Ok(lock) => lock,

@@ -38,7 +38,7 @@ impl Signals {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: signalfd just returned this descriptor and nobody else has it.
+        // SAFETY: signalfd just returned this descriptor, and no other part of the program has it.
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
@@ -73,7 +73,7 @@ pub fn signal_changes(fd: &impl AsRawFd) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What a child does between fork and exec, beside unblocking every signal.
+/// The parent of a child, which decides when the kernel ends the child. Set between fork and exec.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChildOf {
     /// A session of its own; it lives on when we end.

@@ -25,7 +25,7 @@ base_root() {
     mv "$base.new" "$base"
 }
 
-# What goes when the script ends.
+# Folders that are removed when the script ends.
 dropped=()
 trap 'rm -rf "${dropped[@]}"' EXIT
 

@@ -84,7 +84,7 @@ pub struct Guarded {
     pid: Pid,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
-    /// How it ended, once it has been reaped.
+    /// The exit status, once it has been reaped.
     ended: Option<ExitStatus>,
 }
 
@@ -95,7 +95,7 @@ impl Guarded {
     /// Names the program.
     pub fn spawn(mut command: Command) -> anyhow::Result<Guarded> {
         let program = command.get_program().to_string_lossy().into_owned();
-        // What the child inherits is closed here when it has been started, or its end would never be seen.
+        // The parent's copies of the child's sockets must be closed after the start, or the parent never sees their end.
         let spawned = main_thread::run(move || command.spawn());
         let spawned = spawned.ok_or_else(|| anyhow::anyhow!("{program} is not started: the project ends"))?;
         let mut child = spawned.map_err(|e| anyhow::anyhow!("{program} can't be started: {e}"))?;
@@ -190,7 +190,7 @@ impl Drop for Guarded {
     }
 }
 
-/// Whether a process is stopped, by a signal (SIGSTOP) or a debugger.
+/// Returns whether a process is stopped, by a signal (SIGSTOP) or a debugger.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state follows the name, which is in parentheses and may contain some.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the host has: memory, and the files that a VM names.
+//! The host's memory, and the files that a VM names.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;

@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 /// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
 pub const LIMIT: u64 = 4 << 20;
 
-/// Where a full log goes.
+/// The path of the log before this one.
 pub fn before(path: &Path) -> PathBuf {
     let mut old = path.to_owned().into_os_string();
     old.push(".1");
@@ -88,7 +88,7 @@ impl Log {
     }
 }
 
-/// Where this process says what it has to say; none: the standard error.
+/// This process' log; none: the standard error.
 static OWN: Mutex<Option<Log>> = Mutex::new(None);
 
 /// Sends what this process [says](crate::say) into a file, and what it writes to its standard error (a panic's words) into another.
@@ -113,17 +113,17 @@ pub fn plain(text: &str) -> Cow<'_, str> {
     if text.contains(obeyed) { text.replace(obeyed, "\u{fffd}").into() } else { text.into() }
 }
 
-/// What [`crate::say`] does.
+/// Writes a line for [`crate::say`].
 pub fn say(text: Arguments<'_>) {
     let line = format!("tombolo: {}\n", plain(&text.to_string()));
     match &mut *OWN.lock().unwrap_or_else(PoisonError::into_inner) {
         Some(log) => log.write(line.as_bytes()),
-        // Nobody may read it.
+        // The reader may have gone.
         None => drop(io::stderr().write_all(line.as_bytes())),
     }
 }
 
-/// Whether the user wants to know more (`-v`).
+/// Set by `-v`.
 static VERBOSE: AtomicBool = AtomicBool::new(false);
 
 /// Says from here on what only those who ask for more want to know.
@@ -131,7 +131,7 @@ pub fn set_verbose() {
     VERBOSE.store(true, Ordering::Relaxed);
 }
 
-/// Whether somebody asked for more.
+/// Returns whether the user gave `-v`.
 pub fn is_verbose() -> bool {
     VERBOSE.load(Ordering::Relaxed)
 }

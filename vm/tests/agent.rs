@@ -86,7 +86,7 @@ fn code_output_errors_and_input_are_passed_on_each_for_itself() {
     let input = vec![Input::Data(b"first ".to_vec()), Input::Data(b"second".to_vec()), Input::End];
     assert_eq!(guest.run("cat", Some(input)).1, b"first second");
     assert_eq!(guest.run("cat", Some(vec![Input::End])).1, b"");
-    // Input that nobody reads does not keep the command from ending.
+    // Unread input does not keep the command from ending.
     let unread = vec![Input::Data(vec![b'x'; 1 << 20]), Input::End];
     assert_eq!(guest.run("exit 4", Some(unread)).0, Ended::Code(4));
 }
@@ -139,7 +139,7 @@ fn a_command_whose_caller_has_gone_is_ended() {
 
 #[test]
 fn a_command_that_ignores_its_end_is_killed_with_all_that_it_started_in_a_guest_that_has_little() {
-    // What a small image has: no pkill, no setsid.
+    // The programs of a small image: no pkill, no setsid.
     let programs = tempfile::tempdir().unwrap();
     for program in ["sh", "mkfifo", "dd", "mkdir", "mv", "rm", "sleep", "cat"] {
         let found = ["/usr/bin", "/bin"].map(|folder| Path::new(folder).join(program));

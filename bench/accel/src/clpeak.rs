@@ -12,7 +12,7 @@ use crate::program::Place;
 pub struct Figure {
     /// The case's name, in lower case with dashes.
     pub case: String,
-    /// How much.
+    /// The measured value.
     pub value: f64,
     pub unit: String,
 }
@@ -42,7 +42,7 @@ fn figures(text: &str) -> Vec<Figure> {
         let (case, unit) = match (words.next(), heading) {
             (Some(unit @ "us"), _) => (slug(name), unit),
             (None, Some((above, unit))) => (format!("{}-{}", slug(above), slug(name)), unit),
-            // What the device is.
+            // Lines about the device itself.
             _ => continue,
         };
         found.push(Figure { case, value, unit: unit.into() });

@@ -32,7 +32,7 @@ const TCP: &str = "tombolo-tcp";
 /// Through memory, from a VM.
 const VM: &str = "tombolo-vm";
 
-/// What to measure.
+/// The cases to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
     /// Turns of each cell
@@ -307,7 +307,7 @@ impl Bench<'_> {
             for (tail, what, unit) in (0..self.options.rounds).flat_map(|_| WORK) {
                 for (system, crowd) in &mut crowds {
                     interrupt::check()?;
-                    // Nobody begins before all are ready.
+                    // All clients begin at once, when the last one is ready.
                     crowd.iter_mut().try_for_each(|p| p.ask("finish 1").map(drop))?;
                     crowd.iter_mut().try_for_each(|p| p.tell(&format!("{what} {SECONDS}")))?;
                     let done = crowd.iter_mut().map(|p| Ok(p.hear()?.0)).collect::<Result<Vec<f64>>>()?;

@@ -22,7 +22,7 @@ pub const HOSTILE: [&str; 5] = ["fill", "many", "linger", "chatter", "come"];
 
 /// Between two looks whether a neighbour has ended.
 const LOOK: Duration = Duration::from_millis(20);
-/// What an ordinary neighbour is told to do: more than anybody measures.
+/// The work of an ordinary neighbour: longer than any measurement.
 const LONG: &str = "busy 3600";
 
 /// The neighbours in the order of a turn, which is turned round every other time.

@@ -37,7 +37,7 @@ impl Place {
         }
         let library = std::path::absolute(library)?;
         std::fs::write(folder.path().join("vendors/tombolo.icd"), library.display().to_string())?;
-        // Free now; nobody else is about to take it.
+        // The port is free, and no other program is about to take it.
         let tcp = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
         Ok(Place { folder, library, tcp: format!("tcp:{tcp}") })
     }

@@ -14,7 +14,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// Which way is good.
+/// The direction of better values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
@@ -37,7 +37,7 @@ pub struct Sample {
     pub value: f64,
     /// Its unit: "MB/s" (10^6 bytes), "1/s", "s" …
     pub unit: String,
-    /// Which way is good.
+    /// The direction of better values.
     pub better: Better,
 }
 
@@ -59,7 +59,7 @@ enum Line {
     Machine(Machine),
 }
 
-/// What a results file says.
+/// The content of a results file.
 #[derive(Clone, Debug, Default)]
 pub struct Recorded {
     /// The machines and commands of its runs, at least one.
@@ -70,7 +70,7 @@ pub struct Recorded {
     pub left_out: Vec<LeftOut>,
 }
 
-/// Where a run took place: the first line of a results file.
+/// The machine of a run: the first line of a results file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
     /// The command that made the run.
@@ -181,11 +181,11 @@ impl Machine {
 /// A results file being written: each sample is on disk when [`Results::add`] returns.
 pub struct Results {
     file: fs::File,
-    /// Where it is.
+    /// The path.
     pub path: PathBuf,
-    /// What it describes.
+    /// The machine of the run.
     pub machine: Machine,
-    /// What was added so far.
+    /// The samples so far.
     pub samples: Vec<Sample>,
     /// The systems that were left out so far.
     pub left_out: Vec<LeftOut>,

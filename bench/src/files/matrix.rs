@@ -50,7 +50,7 @@ impl Matrix {
         }
     }
 
-    /// Whether a case is wanted.
+    /// Returns whether a case is wanted.
     pub fn wants(&self, case: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|word| case.contains(word.as_str()))
     }

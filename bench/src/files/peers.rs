@@ -14,7 +14,7 @@ pub struct Peer {
     pub dir: String,
     /// The script that makes `dir` usable.
     pub mount: String,
-    /// Whether another VM sees the same files.
+    /// Another VM sees the same files.
     pub shared: bool,
 }
 

@@ -31,12 +31,12 @@ pub struct Plan {
     pub kit: PathBuf,
 }
 
-/// How long a soak takes.
+/// The duration of a soak.
 #[derive(Clone, Copy, Debug)]
 pub struct Soak {
     /// Until then.
     pub until: soak::Until,
-    /// Where its kills come.
+    /// The seed of its kills.
     pub seed: u64,
 }
 

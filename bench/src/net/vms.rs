@@ -206,7 +206,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// What iperf3 in VM a says of the receiver.
+    /// The receiver's figures, of iperf3 in VM a.
     fn iperf(&self, way: &Way, arguments: &str) -> Result<Value> {
         let said = self.project.exec("a", &format!("iperf3 -J -c {} {arguments}", way.address))?;
         let all: Value = serde_json::from_str(&said).with_context(|| format!("iperf3 said: {said}"))?;

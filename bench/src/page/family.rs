@@ -11,7 +11,7 @@ pub struct Family {
     pub name: String,
     /// Of the values.
     pub unit: String,
-    /// Which way is good.
+    /// The direction of better values.
     pub better: Better,
     /// A line for each system: its name, and (size, median) by growing size.
     pub lines: Vec<(String, Vec<(f64, f64)>)>,

@@ -66,7 +66,7 @@ fn section(name: &str, run: &Recorded, page: &mut String) {
     page.push_str("</section>\n");
 }
 
-/// What was measured on what machine, in a sentence.
+/// The machine of a run, in a sentence.
 fn describe(machine: &Machine) -> String {
     let Machine { command, commit, date, cpu, memory_mib, kernel, qemu, versions } = machine;
     let mut text = format!("Measured on {}", escape(cpu));

@@ -27,7 +27,7 @@ use crate::nested::{Backing, Card, Guest, Image, MEMORY, Spec};
 /// A claim: its name, whether the short run checks it, and how.
 pub struct Claim {
     pub name: &'static str,
-    /// Whether it belongs to the short run.
+    /// It belongs to the short run.
     pub short: bool,
     check: fn() -> Result<()>,
 }
@@ -110,7 +110,7 @@ fn find(host: &Host, what: impl Fn(&Device) -> bool) -> Result<Device> {
 fn what_the_host_uses_is_refused() -> Result<()> {
     let host = Host::at("/");
     run("modprobe", &["-a", "nvme", "ext4", "e1000e"])?;
-    // Without udev nobody waits for the disk's node; the driver makes it when it has talked to the disk.
+    // Without udev no program waits for the disk's node; the driver makes it after its first answer from the disk.
     let disk = find(&host, |d| d.class == 0x01_0802 && d.numa_node.is_none())?;
     let node = wait_for(|| block_of(&disk))?;
     run("mkfs.ext4", &["-q", "-F", &node])?;

@@ -19,7 +19,7 @@ use crate::measure::{System, start};
 use crate::nested::{Backing, Card, Guest, Image, Spec};
 use crate::report::{costs, lines, model, table};
 
-/// What `tombolo bench start` does.
+/// The commands of `tombolo bench start`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Boot a lab, measure in it, and write the figures
@@ -49,7 +49,7 @@ pub enum Command {
     },
 }
 
-/// What to measure.
+/// The cases to measure.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InsideOptions {
     /// MiB of the VMs
@@ -75,7 +75,7 @@ pub struct InsideOptions {
 /// Options of `run`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RunOptions {
-    /// What to measure
+    /// The cases to measure
     #[command(flatten)]
     pub inside: InsideOptions,
     /// MiB of the lab

@@ -21,7 +21,7 @@ use crate::nested::{Backing, Guest, Image, MEMORY, Spec};
 /// Percent of the time that growing may take of a paced VM's: what the bar of 90 % leaves.
 const SHARE: u32 = 10;
 
-/// How a VM is started.
+/// The way in which a VM is started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum System {
@@ -83,7 +83,7 @@ pub struct Figures {
     pub login: f64,
     /// It has all of its memory.
     pub full: f64,
-    /// How the memory grew, where it did.
+    /// The growth of the memory, if it grew.
     pub growth: Option<Growth>,
 }
 
@@ -98,7 +98,7 @@ pub struct Growth {
     pub report: Report,
 }
 
-/// How the memory of a VM of `total` bytes arrives under a system.
+/// The parts in which the memory of a VM of `total` bytes arrives under a system.
 pub fn layout(system: System, total: u64) -> Result<Layout> {
     if !system.grows() {
         return Ok(Layout::slow(total));

@@ -31,7 +31,7 @@ pub const PATIENCE: Duration = Duration::from_secs(120);
 /// The id of the growing memory.
 pub const MEMORY: &str = "vmem0";
 
-/// Where a guest's memory comes from.
+/// The source of a guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backing {
     /// QEMU's default.
@@ -46,7 +46,7 @@ pub enum Backing {
 #[derive(Debug, Clone)]
 pub struct Spec {
     pub layout: Layout,
-    /// Where the memory at start comes from.
+    /// The source of the memory at start.
     pub backing: Backing,
     /// The device it gets.
     pub device: Option<Address>,

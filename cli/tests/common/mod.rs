@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What tests with real guests have in common.
+//! Helpers of tests with real guests.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 pub mod plain;

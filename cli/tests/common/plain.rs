@@ -15,7 +15,7 @@ pub fn kit() -> PathBuf {
     std::env::var_os("TOMBOLO_CACHE").map_or_else(near, PathBuf::from).join("guest/6.1")
 }
 
-/// What the guest kit's kernel needs under emulation.
+/// Arguments that the guest kit's kernel needs under emulation.
 pub const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable";
 
 /// The lines of a shell on a serial line, and commands for it.

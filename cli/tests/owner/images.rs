@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use crate::opencl::{client_library, done, image, program, stripped};
 
-/// Where Debian has libraries.
+/// Debian's folder for libraries.
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
 fn there(path: &str) -> String {

@@ -78,7 +78,7 @@ fn clients(lab: &Lab) -> [Option<u64>; 2] {
     [0, 1].map(|n| gpu["vms"][n]["clients"].as_u64())
 }
 
-/// What `steady` says there when all is well; with `kernel` it has one compiled, which takes long under emulation.
+/// Checks the output of `steady` in a VM. With `kernel` it compiles one, which takes long under emulation.
 fn computes(lab: &Lab, vm: &str, how: &str) {
     let output = lab.run(&["exec", vm, "--", "steady", how]);
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -119,7 +119,7 @@ impl Steady {
     }
 }
 
-/// How often a process's threads slept and were woken, all together.
+/// The number of times that a process's threads slept, all together.
 fn wakeups(pid: u64) -> u64 {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let status = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("status")).unwrap());

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests to a switch, and its answers.
+//! Requests to a switch, its answers, and its [configuration](config).
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use crate::Mac;
+
+pub mod address;
+pub mod config;
 
 /// A request to a switch. `P` is a port and `U` an uplink, as the switch's configuration has them.
 #[derive(Debug, Serialize, Deserialize)]

@@ -347,7 +347,7 @@ impl Daemon {
         let link = opened.link(fd).with_context(|| format!("uplink {}", config.name))?;
         self.switch.attach(Attached {
             port: Arc::new(Port::new(&config.name, 1)),
-            policy: Arc::new(config.policy()),
+            policy: Arc::new(config.into()),
             uplink: Some(Arc::new(Uplink::new(link))),
             capture: None,
         })?;

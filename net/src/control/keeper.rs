@@ -25,11 +25,11 @@ use serde::{Deserialize, Serialize};
 use tombolo_control::net::{self as wire, Done};
 use tombolo_metrics::{Place, Server};
 
-use crate::control::config::{Config, PortConfig, UplinkConfig};
+use crate::control::config::{Config, PortConfig, UplinkConfig, check_port, check_uplink};
 use crate::control::link::Link;
 use crate::control::log;
 use crate::control::socket::{self, Request};
-use crate::ports::access::Access;
+use crate::ports::access::{self, Access};
 use crate::ports::endpoint::{self, RETRY, Role};
 use crate::uplink::Opened;
 
@@ -312,7 +312,7 @@ impl State {
 
     /// Opens a port for the switch, whose answer goes to `asker`.
     fn open_port(self: &Arc<Self>, config: &PortConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
-        config.check()?;
+        check_port(config)?;
         let id = self.enter("port", &config.name, asker)?;
         let opened = self.open_source(id, config);
         match opened.with_context(|| format!("port {}", config.name)) {
@@ -349,7 +349,7 @@ impl State {
                 if let Some(entry) = self.entries().1.iter_mut().find(|e| e.id == id) {
                     entry.path = Some(config.socket.clone());
                 }
-                config.access.as_ref().unwrap_or(&self.access).apply(&config.socket)?;
+                access::apply(config.access.as_ref().unwrap_or(&self.access), &config.socket)?;
                 Ok(listener.into())
             }
             Role::Client => {
@@ -363,7 +363,7 @@ impl State {
     }
 
     fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
-        config.check()?;
+        check_uplink(config)?;
         let id = self.enter("uplink", &config.name, asker)?;
         match Opened::open(config).with_context(|| format!("uplink {}", config.name)) {
             Ok((opened, fd)) => {

@@ -89,7 +89,7 @@ impl Services {
     /// Returns the policy of a port on this switch: it has the addresses that the services give it, and is no server
     /// beside them.
     pub fn policy(&self, config: &PortConfig) -> Policy {
-        let mut policy = config.policy();
+        let mut policy = Policy::from(config);
         policy.no_server = self.dhcp.is_some() || self.ipv6.is_some();
         if !policy.ips.is_empty() {
             let given = [self.given4(config).map(IpAddr::V4), self.given6(config).map(IpAddr::V6)];

@@ -4,17 +4,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde::{Deserialize, Serialize};
-
-/// Limits of a port; 0: none.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Rate {
-    /// Bytes per second, Ethernet headers included.
-    pub bytes: u64,
-    /// Packets per second (segments of a large frame count as one).
-    pub packets: u64,
-}
+pub use tombolo_control::net::config::Rate;
 
 /// The burst after a rest, as time: 50 ms worth of the rate.
 const BURST_NS: u64 = 50_000_000;

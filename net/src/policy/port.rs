@@ -3,42 +3,11 @@
 
 use std::net::IpAddr;
 
-use serde::{Deserialize, Serialize};
-
 use crate::frames::frame::Mac;
 use crate::policy::limit::Rate;
 use crate::policy::rules::{Rule, Way};
 
-/// A port's VLANs.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Vlan {
-    /// Frames pass unchanged, tags included, among transparent ports.
-    #[default]
-    Transparent,
-    /// Untagged frames of this VLAN.
-    Access(u16),
-    /// Tagged frames of these VLANs, and untagged ones of the native one.
-    Trunk {
-        /// VLANs that pass with a tag.
-        vlans: Vec<u16>,
-        /// VLAN of untagged frames.
-        #[serde(default)]
-        native: Option<u16>,
-    },
-}
-
-impl Vlan {
-    /// Returns the VLANs of a port; 0: untagged frames of a transparent one.
-    #[must_use]
-    pub fn numbers(&self) -> Vec<u16> {
-        match self {
-            Self::Transparent => vec![0],
-            Self::Access(vid) => vec![*vid],
-            Self::Trunk { vlans, native } => vlans.iter().chain(native).copied().collect(),
-        }
-    }
-}
+pub use tombolo_control::net::config::Vlan;
 
 /// A port's policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

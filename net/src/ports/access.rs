@@ -6,58 +6,44 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use anyhow::Context;
-use serde::{Deserialize, Serialize};
+pub use tombolo_control::net::config::Access;
 
 /// Groups that libvirt runs QEMU as, the narrowest first: those of Debian and Fedora, and that of all KVM users.
 const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
 const MODE: u32 = 0o660;
 
-/// The user's settings. By default a switch that root runs gives its sockets to the first group of [`VMMS`] that exists,
-/// with mode 0660; another user's switch leaves them to that user.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Access {
-    /// A user's name or number.
-    pub owner: Option<String>,
-    /// A group's name or number.
-    pub group: Option<String>,
-    /// Octal, such as "0660".
-    pub mode: Option<String>,
-}
-
-impl Access {
-    /// Sets owner, group and mode of the socket at `path`.
-    ///
-    /// # Errors
-    /// There is no such user or group, the mode is invalid, or this process may not set them.
-    pub fn apply(&self, path: &Path) -> anyhow::Result<()> {
-        let owner = self.owner.as_deref().map(|name| id(name, user).with_context(|| no("user", name)));
-        let group = self.group.as_deref().map(|name| id(name, group).with_context(|| no("group", name)));
-        let (owner, mut group) = (owner.transpose()?, group.transpose()?);
-        let mode = match &self.mode {
-            Some(text) => Some(
-                u32::from_str_radix(text, 8)
-                    .ok()
-                    .filter(|mode| *mode <= 0o777)
-                    .with_context(|| format!("mode '{text}' is invalid; use octal digits, such as 0660"))?,
-            ),
-            None => None,
-        };
-        // SAFETY: asks for a number.
-        if *self == Self::default() && unsafe { libc::geteuid() } == 0 {
-            group = VMMS.iter().find_map(|name| self::group(name));
-        }
-        let told = owner.or(group).map(|_| MODE);
-        if owner.or(group).is_some() {
-            std::os::unix::fs::chown(path, owner, group)
-                .with_context(|| format!("owner and group of {}", path.display()))?;
-        }
-        if let Some(mode) = mode.or(told) {
-            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
-                .with_context(|| format!("mode of {}", path.display()))?;
-        }
-        Ok(())
+/// Sets owner, group and mode of the socket at `path`. By default a switch that root runs gives its sockets to the first group of [`VMMS`]
+/// that exists, with mode 0660.
+///
+/// # Errors
+/// There is no such user or group, the mode is invalid, or this process may not set them.
+pub fn apply(access: &Access, path: &Path) -> anyhow::Result<()> {
+    let owner = access.owner.as_deref().map(|name| id(name, user).with_context(|| no("user", name)));
+    let group = access.group.as_deref().map(|name| id(name, group).with_context(|| no("group", name)));
+    let (owner, mut group) = (owner.transpose()?, group.transpose()?);
+    let mode = match &access.mode {
+        Some(text) => Some(
+            u32::from_str_radix(text, 8)
+                .ok()
+                .filter(|mode| *mode <= 0o777)
+                .with_context(|| format!("mode '{text}' is invalid; use octal digits, such as 0660"))?,
+        ),
+        None => None,
+    };
+    // SAFETY: asks for a number.
+    if *access == Access::default() && unsafe { libc::geteuid() } == 0 {
+        group = VMMS.iter().find_map(|name| self::group(name));
     }
+    let told = owner.or(group).map(|_| MODE);
+    if owner.or(group).is_some() {
+        std::os::unix::fs::chown(path, owner, group)
+            .with_context(|| format!("owner and group of {}", path.display()))?;
+    }
+    if let Some(mode) = mode.or(told) {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+            .with_context(|| format!("mode of {}", path.display()))?;
+    }
+    Ok(())
 }
 
 fn no(kind: &str, name: &str) -> String {
@@ -117,13 +103,13 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         // SAFETY: asks for numbers.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
-        access(Some(&uid.to_string()), Some(&gid.to_string()), None).apply(file.path()).unwrap();
+        apply(&access(Some(&uid.to_string()), Some(&gid.to_string()), None), file.path()).unwrap();
         let meta = file.path().metadata().unwrap();
         assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o777), (uid, gid, 0o660));
-        access(None, None, Some("600")).apply(file.path()).unwrap();
+        apply(&access(None, None, Some("600")), file.path()).unwrap();
         assert_eq!(file.path().metadata().unwrap().mode() & 0o777, 0o600);
         if uid == 0 {
-            access(Some("nobody"), Some("kvm"), Some("0666")).apply(file.path()).unwrap();
+            apply(&access(Some("nobody"), Some("kvm"), Some("0666")), file.path()).unwrap();
             let meta = file.path().metadata().unwrap();
             assert_eq!((Some(meta.uid()), Some(meta.gid())), (user("nobody"), group("kvm")));
         }
@@ -132,7 +118,7 @@ mod tests {
     #[test]
     fn what_cannot_be_given_is_named() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let said = |a: Access| format!("{:#}", a.apply(file.path()).unwrap_err());
+        let said = |a: Access| format!("{:#}", apply(&a, file.path()).unwrap_err());
         assert!(said(access(Some("no such user"), None, None)).contains("no user 'no such user'"));
         assert!(said(access(None, Some("no such group"), None)).contains("no group 'no such group'"));
         for mode in ["rw", "1777", "8"] {

@@ -19,16 +19,7 @@ use crate::frames::frame::Mac;
 use crate::ports::port::Port;
 use crate::ports::protocol::Session;
 
-/// The side that makes the connection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// The switch listens (QEMU's default, libvirt's `mode='client'`).
-    #[default]
-    Server,
-    /// The front-end listens (QEMU's `server=on`, libvirt's `mode='server'`).
-    Client,
-}
+pub use tombolo_control::net::config::Role;
 
 /// The source of a port's connections.
 pub struct Endpoint(Source);

@@ -12,7 +12,7 @@ use crate::ports::counters::Counts;
 use crate::vring::queue::Vring;
 
 /// Most queue pairs of a port.
-pub const MAX_PAIRS: usize = 16;
+pub const MAX_PAIRS: usize = tombolo_control::net::config::QUEUES_MAX;
 
 /// The interval of warnings about a port after a burst (nanoseconds).
 const WARNING_NS: u64 = 1_000_000_000;

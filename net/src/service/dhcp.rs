@@ -6,110 +6,12 @@
 //! answer.
 
 use std::net::Ipv4Addr;
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
 
 use super::wire::{ETH, ethernet, sum};
 use super::{Lease, Leases, Responder};
 use crate::frames::frame::Mac;
-use crate::policy::port::Vlan;
 
-/// An address with its subnet: `10.86.0.1/24`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Inside {
-    pub address: Ipv4Addr,
-    /// The length of the subnet's prefix, 1 to 30.
-    pub prefix: u32,
-}
-
-impl Inside {
-    fn mask(self) -> u32 {
-        u32::MAX << (32 - self.prefix)
-    }
-
-    /// Returns whether this is an address of the same subnet that a guest can have.
-    #[must_use]
-    pub fn has(self, ip: Ipv4Addr) -> bool {
-        let (own, ip, mask) = (u32::from(self.address), u32::from(ip), self.mask());
-        own & mask == ip & mask && ip & !mask != 0 && ip | mask != u32::MAX
-    }
-}
-
-impl FromStr for Inside {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let bad = || format!("'{text}' is no address with its subnet; write one such as 10.86.0.1/24");
-        let (address, prefix) = text.split_once('/').ok_or_else(bad)?;
-        let (address, prefix) = (address.parse().map_err(|_| bad())?, prefix.parse().map_err(|_| bad())?);
-        let inside = Self { address, prefix };
-        if (1..=30).contains(&prefix) && inside.has(address) { Ok(inside) } else { Err(bad()) }
-    }
-}
-
-impl TryFrom<String> for Inside {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<Inside> for String {
-    fn from(inside: Inside) -> Self {
-        format!("{}/{}", inside.address, inside.prefix)
-    }
-}
-
-fn hour() -> u32 {
-    3600
-}
-
-/// The service's configuration.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct DhcpConfig {
-    /// The server's own address, and the subnet.
-    pub address: Inside,
-    /// The subnet's router.
-    #[serde(default)]
-    pub router: Option<Ipv4Addr>,
-    /// Name servers.
-    #[serde(default)]
-    pub dns: Vec<Ipv4Addr>,
-    /// The domain of the guests' names.
-    #[serde(default)]
-    pub domain: Option<String>,
-    /// Seconds for which an address is leased.
-    #[serde(default = "hour")]
-    pub lease: u32,
-    /// The VLAN of the guests that are served.
-    #[serde(default)]
-    pub vlan: Vlan,
-}
-
-impl DhcpConfig {
-    /// Returns the server's MAC: a local one, made from its address.
-    #[must_use]
-    pub fn mac(&self) -> Mac {
-        let [a, b, c, d] = self.address.address.octets();
-        Mac([0x02, 0x54, a, b, c, d])
-    }
-
-    /// Checks the settings.
-    ///
-    /// # Errors
-    /// Names the wrong setting and the remedy.
-    pub fn check(&self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.dns.len() <= 16, "dhcp: {} name servers; up to 16 are possible", self.dns.len());
-        anyhow::ensure!(self.lease >= 60, "dhcp: a lease of {} s is too short; write 60 or more", self.lease);
-        let long = self.domain.as_ref().is_some_and(|d| d.len() > 64 || !d.is_ascii());
-        anyhow::ensure!(!long, "dhcp: the domain must be of up to 64 ASCII characters");
-        Ok(())
-    }
-}
+pub use tombolo_control::net::config::DhcpConfig;
 
 const IP: usize = 20;
 const UDP: usize = 8;
@@ -336,6 +238,7 @@ impl Responder for Dhcp {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use tombolo_control::net::address::SubnetAddress;
 
     const GUEST: Mac = Mac([0x52, 0x54, 0, 0, 0, 1]);
     const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 86, 0, 5);
@@ -452,13 +355,13 @@ mod tests {
 
     #[test]
     fn an_address_lies_within_its_subnet() {
-        let own: Inside = "10.86.0.1/24".parse().unwrap();
+        let own: SubnetAddress = "10.86.0.1/24".parse().unwrap();
         assert!(own.has(ADDRESS));
         for outside in ["10.86.1.5", "10.86.0.0", "10.86.0.255"] {
             assert!(!own.has(outside.parse().unwrap()), "{outside}");
         }
         for text in ["10.86.0.1", "10.86.0.0/24", "10.86.0.1/31", "10.86.0.1/0", "10.86.0.255/24", "x/24"] {
-            assert!(text.parse::<Inside>().unwrap_err().contains("such as 10.86.0.1/24"), "{text}");
+            assert!(text.parse::<SubnetAddress>().unwrap_err().contains("such as 10.86.0.1/24"), "{text}");
         }
     }
 

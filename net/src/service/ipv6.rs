@@ -7,16 +7,12 @@
 
 use std::collections::BTreeSet;
 use std::net::Ipv6Addr;
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
 
 use super::dhcp6;
 use super::wire::{ETH, ethernet, group_mac, ipv6};
 use super::{Leases, Responder};
 use crate::frames::frame::Mac;
 use crate::frames::headers::{Headers, LOOK, Net, Part, get, protocol};
-use crate::policy::port::Vlan;
 use crate::policy::spoof::{icmp, link_local};
 
 /// All nodes of a link.
@@ -29,85 +25,7 @@ const PREFERRED: u32 = 7 * 24 * 3600;
 /// Lifetime of a name server after the last advertisement: three of [`super::querier::PERIOD`], in seconds (RFC 8106 §5.1).
 const DNS_LIFETIME: u32 = 375;
 
-/// The network's prefix of 64 bits: `fd00:86::/64`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Prefix64(Ipv6Addr);
-
-impl Prefix64 {
-    /// Returns whether this is an address of the network that a guest can have.
-    #[must_use]
-    pub fn has(self, ip: Ipv6Addr) -> bool {
-        let (own, ip) = (u128::from(self.0), u128::from(ip));
-        own >> 64 == ip >> 64 && ip as u64 != 0
-    }
-
-    /// Returns the address that the owner of `mac` makes for itself (RFC 4291, appendix A).
-    #[must_use]
-    pub fn of(self, mac: Mac) -> Ipv6Addr {
-        Ipv6Addr::from(u128::from(self.0) | u128::from(u128::from(link_local(mac)) as u64))
-    }
-}
-
-impl FromStr for Prefix64 {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let bad = || format!("'{text}' is no prefix of 64 bits; write one such as fd00:86::/64");
-        let base: Ipv6Addr = text.strip_suffix("/64").and_then(|t| t.parse().ok()).ok_or_else(bad)?;
-        let special = base.is_multicast() || base.is_unspecified() || base.is_unicast_link_local();
-        if u128::from(base) as u64 == 0 && !special { Ok(Self(base)) } else { Err(bad()) }
-    }
-}
-
-impl TryFrom<String> for Prefix64 {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<Prefix64> for String {
-    fn from(prefix: Prefix64) -> Self {
-        format!("{}/64", prefix.0)
-    }
-}
-
-/// The service's configuration.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Ipv6Config {
-    /// The network's prefix.
-    pub prefix: Prefix64,
-    /// Guests ask for their addresses by DHCPv6; otherwise they make them of the prefix and their MACs.
-    #[serde(default)]
-    pub managed: bool,
-    /// Name servers.
-    #[serde(default)]
-    pub dns: Vec<Ipv6Addr>,
-    /// The VLAN of the guests that are served.
-    #[serde(default)]
-    pub vlan: Vlan,
-}
-
-impl Ipv6Config {
-    /// Returns the service's MAC: a local one, made from the prefix.
-    #[must_use]
-    pub fn mac(&self) -> Mac {
-        let [a, b, c, d, e, f, g, h, ..] = self.prefix.0.octets();
-        Mac([0x06, 0x54, a ^ e, b ^ f, c ^ g, d ^ h])
-    }
-
-    /// Checks the settings.
-    ///
-    /// # Errors
-    /// Names the wrong setting and the remedy.
-    pub fn check(&self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.dns.len() <= 16, "ipv6: {} name servers; up to 16 are possible", self.dns.len());
-        Ok(())
-    }
-}
+pub use tombolo_control::net::config::Ipv6Config;
 
 /// The service: `config`, and the leases.
 pub struct Ipv6 {
@@ -185,7 +103,7 @@ fn advertisement(config: &Ipv6Config, to: Mac) -> Vec<u8> {
     message.extend(VALID.to_be_bytes());
     message.extend(PREFERRED.to_be_bytes());
     message.extend([0; 4]);
-    message.extend(config.prefix.0.octets());
+    message.extend(config.prefix.base().octets());
     if !config.dns.is_empty() {
         message.extend([25, 1 + 2 * config.dns.len() as u8, 0, 0]);
         message.extend(DNS_LIFETIME.to_be_bytes());
@@ -201,6 +119,7 @@ mod tests {
     use super::super::wire::{IPV6, sum};
     use super::*;
     use proptest::prelude::*;
+    use tombolo_control::net::address::Prefix64;
 
     const GUEST: Mac = Mac([0x52, 0x54, 0, 0, 0, 1]);
 
@@ -272,7 +191,7 @@ mod tests {
         assert!(prefix.has(prefix.of(GUEST)) && !prefix.has("fd00:87::1".parse().unwrap()));
         assert!(!prefix.has("fd00:86::".parse().unwrap()));
         for text in ["fd00:86::/48", "fd00:86::1/64", "fe80::/64", "ff02::/64", "::/64", "10.0.0.0/24", "x"] {
-            assert!(text.parse::<Prefix64>().unwrap_err().contains("such as fd00:86::/64"), "{text}");
+            assert!(text.parse::<Prefix64>().unwrap_err().contains("such as \"fd00:86::/64\""), "{text}");
         }
     }
 

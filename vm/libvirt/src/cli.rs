@@ -25,7 +25,7 @@ pub enum Command {
     Xml {
         /// The domain's name, a file with its XML, or '-' for the standard input
         domain: String,
-        /// What it shall have
+        /// Parts to add
         #[command(flatten)]
         what: What,
         /// Print the whole domain with the additions
@@ -36,7 +36,7 @@ pub enum Command {
     Attach {
         /// The domain's name
         domain: String,
-        /// What it shall have
+        /// Parts to add
         #[command(flatten)]
         what: What,
     },
@@ -44,11 +44,11 @@ pub enum Command {
     Detach {
         /// The domain's name
         domain: String,
-        /// What it shall have no more
+        /// Parts to remove
         #[command(flatten)]
         what: What,
     },
-    /// What libvirt runs when a domain starts or has ended (/etc/libvirt/hooks/qemu.d/tombolo)
+    /// Run by libvirt when a domain starts or has ended (/etc/libvirt/hooks/qemu.d/tombolo)
     #[command(hide = true)]
     Hook {
         /// The domain's name
@@ -60,7 +60,7 @@ pub enum Command {
         /// Unused
         extra: Option<String>,
     },
-    /// What KubeVirt's hook sidecar runs as onDefineDomain
+    /// Run by KubeVirt's hook sidecar as onDefineDomain
     #[command(hide = true)]
     Kubevirt {
         /// The VirtualMachineInstance as JSON
@@ -72,13 +72,13 @@ pub enum Command {
     },
 }
 
-/// What a domain has.
+/// Parts of a domain.
 #[derive(Args, Debug)]
 pub struct What {
     /// A zone's file: the domain becomes its member under its own name
     #[arg(long, value_name = "FILE")]
     zone: Vec<PathBuf>,
-    /// Where the guest mounts the zone (one --zone); the line for its /etc/fstab is printed
+    /// The guest's mount point of the zone (one --zone); the line for its /etc/fstab is printed
     #[arg(long, value_name = "DIR", requires = "zone")]
     mount: Option<String>,
     /// The domain may only read the zones
@@ -271,7 +271,7 @@ fn note_running(name: &str, out: &mut dyn Write) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a person still has to do.
+/// Prints the steps that are left for the user.
 fn advise(wants: &[Want], out: &mut dyn Write) -> anyhow::Result<()> {
     for want in wants {
         match want {
@@ -300,7 +300,7 @@ fn advise(wants: &[Want], out: &mut dyn Write) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What AppArmor must be told: libvirt allows a domain its sockets, but not the file of a virtio-pmem device.
+/// The rule for AppArmor: libvirt allows a domain its sockets, but not the file of a virtio-pmem device.
 fn apparmor(zone: &Path) -> String {
     let shipped = zone.starts_with("/var/lib/tombolo")
         || zone.parent() == Some(Path::new("/dev/shm")) && zone.extension().is_some_and(|e| e == "zone");
@@ -313,7 +313,7 @@ fn apparmor(zone: &Path) -> String {
 }
 
 impl Domain {
-    /// What was added for `wants`, each part with its place in a comment.
+    /// The XML that was added for `wants`, each part with its place in a comment.
     ///
     /// # Errors
     /// As [`devices::of`].

@@ -8,10 +8,10 @@ use xmltree::{Element, XMLNode};
 
 use crate::want::{Port, Want};
 
-/// What aliases of our devices begin with; libvirt keeps aliases that begin with `ua-`.
+/// The beginning of our devices' aliases; libvirt keeps aliases that begin with `ua-`.
 pub const MARK: &str = "ua-tombolo-";
 
-/// What a want adds to a domain.
+/// The XML that a want adds to a domain.
 #[derive(Debug, Default)]
 pub struct Addition {
     /// For `<devices>`.
@@ -87,7 +87,7 @@ fn port(port: &Port, emulated: bool) -> Addition {
     Addition { devices: vec![card], shared_memory: true, properties, ..Addition::default() }
 }
 
-/// What a want adds, memory that grows excepted, which changes the domain's own memory ([`crate::domain`]).
+/// The XML that a want adds, except for memory that grows, which changes the domain's own memory ([`crate::domain`]).
 ///
 /// # Errors
 /// A file that is no zone.

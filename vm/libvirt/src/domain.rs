@@ -10,7 +10,7 @@ use crate::want::{self, Want};
 
 /// libvirt's namespace for what it passes on to QEMU.
 const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
-/// What the argument of a zone's device begins with.
+/// The beginning of the argument of a zone's device.
 const PMEM: &str = "virtio-pmem-pci,";
 /// The first PCI slot of zones' devices.
 const FIRST_SLOT: usize = 0x10;
@@ -53,12 +53,12 @@ impl Domain {
             .unwrap_or_default()
     }
 
-    /// Whether QEMU emulates the processor.
+    /// Returns whether QEMU emulates the processor.
     fn is_emulated(&self) -> bool {
         self.root.attributes.get("type").is_some_and(|t| t == "qemu")
     }
 
-    /// What the domain has of ours.
+    /// The wants that the domain has.
     ///
     /// # Errors
     /// As [`want::of_domain`].
@@ -104,7 +104,7 @@ impl Domain {
             self.shrink()?;
         }
         wants.remove(at);
-        // What remains is made anew: so nothing of the one that goes can stay, whatever its file has become meanwhile.
+        // The remaining wants are added anew, so nothing of the removed one can stay, whatever its file has become meanwhile.
         self.clear();
         for other in wants.iter().filter(|w| **w != Want::Grow) {
             let addition = devices::of(other, self.is_emulated())?;
@@ -298,7 +298,7 @@ impl Domain {
         Ok(())
     }
 
-    /// What zones that are there already may take of `<maxMemory>`.
+    /// The bytes of `<maxMemory>` for zones that are there already.
     fn zones_room(&self) -> anyhow::Result<u64> {
         let zones = self.wants()?.into_iter().filter(|w| !matches!(w, Want::Port(_) | Want::Grow));
         zones.map(|want| Ok(devices::of(&want, false)?.room)).sum()

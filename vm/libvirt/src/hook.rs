@@ -13,13 +13,13 @@ use tombolo_zone::{Rights, Zone};
 use crate::domain::Domain;
 use crate::want::{Port, Want, ZoneWant};
 
-/// How long a zone's server may take to learn that a domain's QEMU has ended.
+/// Time for a zone's server to learn that a domain's QEMU has ended.
 const ENDING: Duration = Duration::from_secs(5);
 
 /// Runs the hook.
 ///
 /// # Errors
-/// What a domain has in its XML can't be had: libvirt shows this to whoever starts it.
+/// A want in the domain's XML can't be met. libvirt shows the error to the user who starts the domain.
 pub fn run(operation: &str, phase: &str, xml: &str) -> anyhow::Result<()> {
     let prepares = match (operation, phase) {
         ("prepare", "begin") => true,

@@ -42,7 +42,7 @@ pub fn define(domain: &Domain) -> anyhow::Result<()> {
     virsh(&["define", "/dev/stdin"], Some(&domain.text()?)).map(drop)
 }
 
-/// Whether the domain runs now.
+/// Returns whether the domain runs now.
 ///
 /// # Errors
 /// As [`load`].

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a domain can have of tombolo's, and how its XML says so: `<tombolo:domain>` in `<metadata>`, an element for each want.
+//! A domain's wants: parts of tombolo, written in its XML as `<tombolo:domain>` in `<metadata>`, with an element for each want.
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ pub struct ZoneWant {
     pub member: String,
     /// It may only read.
     pub read_only: bool,
-    /// Where the guest should mount it; the guest's own /etc/fstab does that.
+    /// The guest's mount point; the guest's own /etc/fstab mounts it.
     pub mount: Option<String>,
 }
 
@@ -76,7 +76,7 @@ fn text(path: &Path) -> String {
 }
 
 impl Want {
-    /// What a person calls it.
+    /// The name for users.
     pub fn label(&self) -> String {
         match self {
             Want::Zone(zone) => format!("zone {}", zone.path.display()),
@@ -86,7 +86,7 @@ impl Want {
         }
     }
 
-    /// Whether both are for the same thing, whatever else they say.
+    /// Returns whether both are for the same thing, whatever else they say.
     pub fn is_same_thing(&self, other: &Want) -> bool {
         match (self, other) {
             (Want::Zone(a), Want::Zone(b)) => a.path == b.path,

@@ -21,7 +21,7 @@ use crate::device::VFIO;
 use crate::host::{Host, link_name, text};
 use crate::plan::Plan;
 
-/// Whoever a device was bound for.
+/// The VM that a device was bound for, and its process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
     /// The VM's name.
@@ -58,7 +58,7 @@ fn start_of(process: u32) -> Option<u64> {
     if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
 }
 
-/// What has to be restored when a device is given back.
+/// The state to restore when a device is given back.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// The device.
@@ -67,11 +67,11 @@ pub struct Record {
     pub driver: Option<String>,
     /// The override that was set before.
     pub driver_override: Option<String>,
-    /// Whoever it was bound for; None: bound by hand, stays until released by hand.
+    /// The VM that it was bound for; None: bound by hand, stays until released by hand.
     pub owner: Option<Owner>,
 }
 
-/// What can go wrong with a binding that was allowed.
+/// A failure of a binding that was allowed.
 #[derive(Debug, Error)]
 pub enum BindError {
     /// vfio-pci cannot be had.
@@ -84,7 +84,7 @@ pub enum BindError {
         address: Address,
         /// The file that was written.
         step: String,
-        /// What the kernel answered.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A probe that ended with another driver.
@@ -108,7 +108,7 @@ pub enum BindError {
     Record {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -235,7 +235,7 @@ pub fn bind(
             driver_override: override_of(host, *address),
             owner: owner.cloned(),
         };
-        // Whoever was killed while it bound or gave back has left the device without its driver, or with the override.
+        // A process that was killed while it bound or gave back has left the device without its driver, or with the override.
         let half_done = |d: &Option<String>| d.as_deref().is_none_or(|driver| driver == VFIO);
         let record = match store.get(*address)? {
             Some(known) if half_done(driver) || fresh.driver_override.as_deref() == Some(VFIO) => {
@@ -279,7 +279,7 @@ pub fn release(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) 
     store.remove(address)
 }
 
-/// How long a VM that was killed together with its owner may take to let go of its memory, and then of its devices.
+/// Time for a VM that was killed together with its owner to let go of its memory, and then of its devices.
 const LETTING_GO: Duration = Duration::from_secs(30);
 
 /// Gives back what owners that died have left; returns the addresses.

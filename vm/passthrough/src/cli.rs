@@ -11,7 +11,7 @@ use crate::device::Device;
 use crate::host::Host;
 use crate::plan::plan;
 
-/// What `tombolo passthrough` does.
+/// The commands of `tombolo passthrough`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Devices, their groups, and what the host would lose with each

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is known of a PCI device.
+//! A PCI device and its properties.
 
 use serde::Serialize;
 
@@ -12,7 +12,7 @@ pub const VFIO: &str = "vfio-pci";
 /// A PCI function of the host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// Where it sits.
+    /// The address.
     pub address: Address,
     /// Vendor and device id.
     pub ids: (u16, u16),
@@ -28,13 +28,13 @@ pub struct Device {
     pub group_members: Vec<Address>,
     /// The NUMA node it is attached to, where the firmware says so.
     pub numa_node: Option<u32>,
-    /// How it can be reset between owners, best first; empty: not at all.
+    /// The ways to reset it between owners, best first; empty: none.
     pub reset: Vec<String>,
     /// For a virtual function of SR-IOV: its physical function.
     pub physical_function: Option<Address>,
     /// For a physical function with SR-IOV: virtual functions now, and at most.
     pub virtual_functions: Option<(u32, u32)>,
-    /// What the host itself does with it now.
+    /// The host's own uses of it.
     pub uses: Vec<Use>,
 }
 

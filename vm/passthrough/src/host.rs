@@ -27,7 +27,7 @@ impl Host {
         &self.root
     }
 
-    /// Whether this is the machine itself, so that opening its devices says something.
+    /// Returns whether this is the machine itself, so that opening its devices says something.
     pub fn is_real(&self) -> bool {
         self.root == Path::new("/")
     }
@@ -37,7 +37,7 @@ impl Host {
         self.root.join("sys/bus/pci/devices").join(address.to_string())
     }
 
-    /// Whether the kernel has an IOMMU in use.
+    /// Returns whether the kernel has an IOMMU in use.
     pub fn has_iommu(&self) -> bool {
         fs::read_dir(self.root.join("sys/kernel/iommu_groups"))
             .is_ok_and(|mut groups| groups.next().is_some())
@@ -86,7 +86,7 @@ impl Host {
                 (text(&folder.join("sriov_numvfs")).and_then(|n| n.parse().ok()).unwrap_or(0), total)
             });
         let class = number("class")?;
-        // What is used behind a bridge is not the bridge's own use.
+        // A use of a device behind a bridge is no use of the bridge.
         let bridge = class >> 16 == 0x06;
         let uses = if bridge { Vec::new() } else { usage.of(&fs::canonicalize(&folder).ok()?) };
         Some(Device {

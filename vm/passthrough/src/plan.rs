@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What binding would do, or why it is refused. Nothing is changed here.
+//! The plan of a binding, or the reason for refusing it. Nothing is changed here.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ pub struct Plan {
     pub take: Vec<(Address, Option<String>)>,
     /// Devices that vfio-pci has already.
     pub ready: Vec<Address>,
-    /// What a careful user wants to know before.
+    /// Warnings for the user, before the binding.
     pub warnings: Vec<String>,
 }
 
@@ -46,9 +46,9 @@ pub enum Refusal {
     InUse {
         /// The device.
         address: Address,
-        /// What for.
+        /// The use.
         what: String,
-        /// How to end that.
+        /// The remedy.
         remedy: String,
     },
     /// Other devices of its group would have to go along, and the host needs them.
@@ -63,9 +63,9 @@ pub enum Refusal {
         group: u32,
         /// The member in use.
         other: Address,
-        /// What for.
+        /// The use.
         what: String,
-        /// How to end that.
+        /// The remedy.
         remedy: String,
     },
     /// Other devices of its group would have to go along.

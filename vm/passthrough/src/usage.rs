@@ -23,7 +23,7 @@ pub enum Use {
     Mounted {
         /// The block device.
         block: String,
-        /// Where.
+        /// The mount point or the place.
         on: String,
     },
     /// The host swaps to it.
@@ -42,7 +42,7 @@ pub enum Use {
     Routes {
         /// The interface.
         interface: String,
-        /// Whether the default route is among them.
+        /// The default route is among them.
         default: bool,
     },
     /// It has an address that others can reach.
@@ -54,7 +54,7 @@ pub enum Use {
     Stacked {
         /// The interface.
         interface: String,
-        /// What it is part of.
+        /// The set that it is part of.
         with: String,
     },
     /// The firmware's screen.
@@ -83,7 +83,7 @@ impl std::fmt::Display for Use {
 }
 
 impl Use {
-    /// How to end this use.
+    /// The command that ends this use.
     pub fn remedy(&self) -> String {
         match self {
             Self::Mounted { on, .. } => format!("umount {on}"),

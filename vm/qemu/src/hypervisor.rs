@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::version::Qemu;
 
-/// What executes a VM's instructions.
+/// The program or hardware that executes a VM's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Hypervisor {
@@ -53,7 +53,7 @@ impl Hypervisor {
     }
 }
 
-/// Whether this QEMU emulates `cmpxchg16b` correctly. Before 8.0 the instruction damages the flags now and then; the kernel's slab
+/// Returns whether this QEMU emulates `cmpxchg16b` correctly. Before 8.0 the instruction damages the flags now and then; the kernel's slab
 /// allocator uses it, and 6.12 kernels die of that during boot.
 pub fn emulates_cx16(version: (u32, u32, u32)) -> bool {
     version >= (8, 0, 0)

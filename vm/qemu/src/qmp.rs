@@ -20,11 +20,11 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// How long QEMU may take for one command; device_add with much memory is the slowest.
+/// Time for QEMU for one command; device_add with much memory is the slowest.
 pub const REPLY: Duration = Duration::from_secs(60);
 /// The longest line that is read, in bytes. A longer one ends the connection.
 const LINE_MAX: usize = 16 << 20;
-/// What a command is called that an earlier program of this process has sent.
+/// The name of a command that an earlier program of this process has sent.
 const EARLIER: &str = "a command from before the upgrade";
 
 /// Why a command failed.
@@ -62,7 +62,7 @@ pub enum Error {
     Shape {
         /// The command.
         command: &'static str,
-        /// What the parser said.
+        /// The parser's error.
         message: String,
     },
 }
@@ -82,7 +82,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// What the next program of this process needs to go on with a connection.
+/// The state of a connection that goes over to the next program.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct QmpState {
     unread: Vec<u8>,
@@ -117,7 +117,7 @@ struct State {
     ids: u64,
     /// The command that QEMU has: its id and name.
     owed: Option<(u64, &'static str)>,
-    /// Whoever sent that command has given up waiting.
+    /// The sender of that command waits no longer.
     given_up: bool,
     /// Replies whose senders have not taken them yet: the next command may be sent, and answered, before they wake up.
     replies: BTreeMap<u64, Value>,
@@ -505,7 +505,7 @@ mod tests {
             writeln!(writer, r#"{{"return": {{"fdset-id": 7, "fd": 70}}, "id": 2}}"#).unwrap();
             let line = lines.next().unwrap().unwrap();
             assert!(line.contains(r#""fdset-id":8"#) && line.contains(r#""id":3"#), "{line}");
-            // Replies to nobody's question.
+            // A reply to no question.
             writeln!(writer, r#"{{"return": {{"fdset-id": 6, "fd": 60}}}}"#).unwrap();
             writeln!(writer, r#"{{"return": {{"fdset-id": 7, "fd": 70}}, "id": 2}}"#).unwrap();
             writeln!(writer, r#"{{"return": {{"fdset-id": 8, "fd": 80}}, "id": 3}}"#).unwrap();

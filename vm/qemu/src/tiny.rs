@@ -4,7 +4,7 @@
 
 use crate::cpio::Archive;
 
-/// What the guest says when its user space runs.
+/// The guest's message when its user space runs.
 pub const SAYS: &str = "tombolo-probe: user space runs";
 
 const REBOOT: u8 = 169;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which QEMU: the program and its version.
+//! The QEMU program and its version.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

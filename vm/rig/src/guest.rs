@@ -12,14 +12,14 @@ use rustix::process::Signal;
 
 use crate::machine::Machine;
 
-/// What the shell writes when it takes commands.
+/// The shell's prompt.
 pub const READY: &str = "<<ready>>";
-/// What the shell writes after a command's output: this, the exit status, and [`END_CLOSES`].
+/// The shell's text after a command's output: this, the exit status, and [`END_CLOSES`].
 pub const END: &str = "<<rc=";
-/// What follows the exit status.
+/// The text after the exit status.
 pub const END_CLOSES: &str = ">>";
 
-/// How long a guest may be silent. It is far beyond what anything takes, so that no test fails on a busy host.
+/// The longest silence of a guest. It is far beyond the time of any step, so that no test fails on a busy host.
 pub const SILENCE: Duration = Duration::from_secs(300);
 
 /// A running guest. Dropping it kills QEMU, and so does the end of the thread that started it.
@@ -28,7 +28,7 @@ pub struct Guest {
     child: Child,
     stdin: ChildStdin,
     output: Receiver<Vec<u8>>,
-    /// What the shell has written and nobody has read.
+    /// Output of the shell that was not read yet.
     unread: Vec<u8>,
     console: PathBuf,
 }

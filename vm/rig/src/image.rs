@@ -18,7 +18,7 @@ const SHELL: &str = include_str!("init.sh");
 /// Folders that every image has.
 const FOLDERS: [&str; 6] = ["bin", "dev", "modules", "proc", "sys", "tmp"];
 
-/// What an image holds. Modules are loaded in the order given, each after what it depends on.
+/// The content of an image. Modules are loaded in the order given, each after those that it depends on.
 #[derive(Clone, Debug, Default)]
 pub struct Image {
     /// Modules of the kernel, by name.

@@ -12,7 +12,7 @@ mount -t tmpfs tmp /tmp
 mkdir -p /dev/shm
 mount -t tmpfs shm /dev/shm
 while read -r m; do insmod "/modules/$m.ko" || echo "insmod $m failed"; done </modules/order
-# What an image brings for its own guests.
+# An image's own script for its guests.
 # shellcheck source=/dev/null
 [ ! -e /setup ] || . /setup
 stty -F /dev/ttyS1 raw -echo

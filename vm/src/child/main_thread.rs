@@ -50,7 +50,7 @@ pub fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Optio
     let Some(jobs) = jobs() else { return Some(job()) };
     let (sender, result) = channel();
     let job = move || {
-        // Whoever asked waits.
+        // The thread that asked waits for this.
         let _waits = sender.send(job());
     };
     jobs.send(Some(Box::new(job))).ok()?;

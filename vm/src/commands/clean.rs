@@ -30,7 +30,7 @@ pub struct Options {
     dry_run: bool,
 }
 
-/// Something that nobody uses.
+/// A leftover: a file, folder or cgroup that no process uses.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 struct Leftover {
     path: PathBuf,
@@ -129,7 +129,7 @@ fn scratch(
     Ok(leftovers)
 }
 
-/// What lies in a folder and belongs to this user, symbolic links excepted.
+/// This user's entries of a folder, without symbolic links.
 fn own_entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let user = rustix::process::geteuid().as_raw();
     let entries = fs::read_dir(folder)?.filter_map(Result::ok).map(|entry| entry.path());

@@ -22,18 +22,18 @@ use crate::project::state::{self, StateDir};
 use crate::project::stopped;
 use crate::project::supervisor;
 
-/// How long a supervisor may take to end after its last word.
+/// Time for a supervisor to end after its last word.
 const ENDING: Duration = Duration::from_secs(5);
-/// Exit code of `exec` whose output nobody reads any more: a shell's for SIGPIPE.
+/// Exit code of `exec` if the reader of its output has gone: that of a shell for SIGPIPE.
 const BROKEN_PIPE: u8 = 141;
 
-/// Whether somebody has closed a pipe that was written to.
+/// Returns whether the reader of a pipe has gone.
 pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-/// Which compose file.
+/// The compose file
 #[derive(Args, Clone, Debug, Default)]
 pub struct File {
     /// The compose file [default: tombolo.toml here or in a folder above]
@@ -92,7 +92,7 @@ fn parse_variable(text: &str) -> Result<String, String> {
 pub enum Command {
     /// Say what this host can do, or what a running VM's guest has, each line with its remedy
     Doctor {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// The VM
@@ -113,7 +113,7 @@ pub enum Command {
     Events(events::Options),
     /// Stop VMs; without a name all of them, and the zones with them
     Down {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// Only these VMs
@@ -121,7 +121,7 @@ pub enum Command {
     },
     /// Show what runs
     Ps {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// All projects of this user
@@ -133,7 +133,7 @@ pub enum Command {
     },
     /// Run a command in a VM; its exit code is this command's
     Exec {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// Pass this command's input on
@@ -158,20 +158,20 @@ pub enum Command {
     Logs(logs::Options),
     /// Copy files and folders to and from a VM: one of the two is VM:PATH; '-' is a tar on the standard input or output
     Cp {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// Copy a folder with all that is in it
         #[arg(short, long)]
         recursive: bool,
-        /// What is copied
+        /// The source
         from: String,
         /// Its new name, or the folder that it goes to
         to: String,
     },
     /// Use a VM's serial console; Ctrl-] leaves it
     Console {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// The VM
@@ -229,7 +229,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             let run = if tty { terminal::exec } else { client::exec };
             match file.identify().and_then(|project| run(&project, &request)) {
                 Ok(code) => Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(255))),
-                // Whoever read the output has seen enough.
+                // The reader of the output has gone, which is no failure.
                 Err(e) if is_broken_pipe(&e) => Ok(ExitCode::from(BROKEN_PIPE)),
                 Err(e) => {
                     crate::say!("{e:#}");
@@ -247,7 +247,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Supervise { dir, control, file, name } => {
-            // What the file says comes with the first request.
+            // The first request brings the content of the file.
             supervisor::run(Project { name, file, compose: compose::Compose::default() }, &dir, control)?;
             Ok(ExitCode::SUCCESS)
         }

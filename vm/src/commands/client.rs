@@ -28,7 +28,7 @@ use crate::project::state::StateDir;
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
 const TRIES: u32 = 50;
-/// How long a supervisor may take to say what runs, of which it asks nobody for long.
+/// Time for a supervisor to answer `ps`.
 const STATUS: Duration = Duration::from_secs(5);
 /// Bytes of input sent at once.
 const CHUNK: usize = 256 << 10;
@@ -213,7 +213,7 @@ impl Progress {
     }
 }
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
     Done,
@@ -223,7 +223,7 @@ pub enum Outcome {
     Left,
 }
 
-/// What Ctrl-C, SIGTERM and SIGHUP do to a request.
+/// The effect of Ctrl-C, SIGTERM and SIGHUP on a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnInterrupt {
     /// The first cancels it, and its taking back is waited for; the second ends the wait.
@@ -235,7 +235,7 @@ pub enum OnInterrupt {
 /// Follows a request to its end.
 ///
 /// # Errors
-/// What the supervisor says.
+/// The supervisor refuses or fails.
 pub fn follow(peer: &mut Peer, progress: &mut Progress, on: OnInterrupt) -> anyhow::Result<Outcome> {
     let interrupted = Arc::new(AtomicBool::new(false));
     let left = Arc::new(AtomicBool::new(false));
@@ -399,7 +399,7 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
 pub(super) struct RawTerminal(Termios);
 
 impl RawTerminal {
-    /// What it was before.
+    /// The terminal's settings before.
     pub(super) fn before(&self) -> Termios {
         self.0.clone()
     }

@@ -12,7 +12,7 @@ use crate::compose::{Project, network};
 /// `tombolo config`
 #[derive(Args, Debug)]
 pub struct Options {
-    /// Which compose file
+    /// The compose file
     #[command(flatten)]
     file: File,
     /// Only check it
@@ -23,7 +23,7 @@ pub struct Options {
 /// Checks the file and prints it.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The file is wrong: the error names line and key.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let project = options.file.load()?;
     if options.quiet {

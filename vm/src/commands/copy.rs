@@ -33,8 +33,8 @@ const SET_ID: u32 = 0o6000;
 /// The most bytes that are kept of what a guest says of an error.
 const WORDS: usize = 16 << 10;
 
-/// Takes a file ($2, mode $3) from the input to $1, or into that folder. A shell that is ended tells of the programs that were ended with it, to
-/// nobody who is still there: SIGPIPE would end it before it has cleaned up.
+/// Takes a file ($2, mode $3) from the input to $1, or into that folder. A shell that is ended reports the programs that were ended with it, when
+/// its reader has gone: without the trap SIGPIPE would end it before it has cleaned up.
 const TAKE_FILE: &str = r#"target=$1
 [ ! -d "$target" ] || target=${target%/}/$2
 [ ! -L "$target" ] || target=$(readlink -f "$target") || exit
@@ -84,7 +84,7 @@ exec cat "$1""#;
 const SEND_TAR: &str = r#"path=${1%/}
 exec tar -c -f - -C "${path%/*}/" "${path##*/}""#;
 
-/// Where one end of a copy is.
+/// One end of a copy.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     /// A path here.
@@ -116,7 +116,7 @@ impl End {
 /// Copies `from` to `to`, one of which is "vm:PATH".
 ///
 /// # Errors
-/// What can't be read or written, and where.
+/// A file can't be read or written. Names it.
 pub fn copy(project: &Project, from: &str, to: &str, recursive: bool) -> anyhow::Result<()> {
     match (End::parse(from)?, End::parse(to)?) {
         (End::Here(path), End::There { vm, path: target }) => send(project, &path, &vm, &target, recursive),
@@ -184,7 +184,7 @@ fn place_of(target: PathBuf) -> anyhow::Result<PathBuf> {
 /// Runs a script in a VM with this input; `output` gets what it says.
 ///
 /// # Errors
-/// What the script says on its error output where it fails; those of the input and the output.
+/// The script fails: its error output. The input or the output fails.
 fn run(
     project: &Project,
     vm: &str,
@@ -495,7 +495,7 @@ mod tests {
         sent.extend(tar.into_inner().unwrap());
         arrive(&sent, &folder, &folder.join("copy")).unwrap();
         assert_eq!((names(here.path()), names(&folder.join("copy"))), (vec!["inner".to_owned()], Vec::new()));
-        // What was cut short gets no name.
+        // A file that was cut short gets no name.
         assert!(arrive(b"f 6", &folder, &folder.join("cut")).is_err());
         assert!(!folder.join("cut").exists());
     }

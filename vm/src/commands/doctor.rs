@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What this host can do, each line with its remedy.
+//! The capabilities of this host, each with its remedy.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::host;
 use crate::qemu::kvm;
 use crate::qemu::version::Qemu;
 
-/// How a check came out.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Grade {
@@ -27,11 +27,11 @@ pub enum Grade {
 pub struct Finding {
     /// The subject of the check.
     pub name: &'static str,
-    /// How it came out.
+    /// The result.
     pub grade: Grade,
     /// The check's result in words.
     pub found: String,
-    /// What to do, where something can be done.
+    /// The remedy, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }

@@ -13,7 +13,7 @@ use crate::project::control::{Event, Request};
 /// `tombolo events`
 #[derive(Args, Debug)]
 pub struct Options {
-    /// Which compose file
+    /// The compose file
     #[command(flatten)]
     file: File,
     /// Begin with those since then: a time such as 2026-01-31T12:00:00Z, or so long ago, such as 10m

@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::compose;
 use crate::project::state::{self, StateDir};
 
-/// How often a follower looks for more.
+/// The pause between two checks for more.
 const LOOK: Duration = Duration::from_millis(200);
 /// The longest line that is waited for, in bytes; a longer one is printed in pieces.
 const LINE_MAX: usize = 64 << 10;
@@ -136,7 +136,7 @@ impl Tail {
         Ok(Tail { vm: vm.to_owned(), path: path.to_owned(), file: File::open(path)?, partial: Vec::new() })
     }
 
-    /// What there is, with that of the file before.
+    /// The text so far, with that of the file before.
     fn so_far(&mut self) -> io::Result<Vec<u8>> {
         let mut text = match std::fs::read(crate::log::before(&self.path)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Vec::new(),
@@ -146,14 +146,14 @@ impl Tail {
         Ok(text)
     }
 
-    /// What has come since.
+    /// The text since the last call.
     fn more(&mut self) -> io::Result<Vec<u8>> {
         let mut text = Vec::new();
         self.file.read_to_end(&mut text)?;
         // Between a change of files and the first line of the new one there is none.
         let Ok(now) = self.path.metadata() else { return Ok(text) };
         if now.ino() != self.file.metadata()?.ino() {
-            // What was written into the old one before the change.
+            // The end of the old file.
             self.file.read_to_end(&mut text)?;
             self.file = File::open(&self.path)?;
             self.file.read_to_end(&mut text)?;

@@ -17,7 +17,7 @@ use crate::project::peer;
 pub enum NetCommand {
     /// List the networks of a running project: switch, uplink, and who has which address
     Ls {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
     },

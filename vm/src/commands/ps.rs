@@ -155,7 +155,7 @@ fn accelerators(status: &Status) -> String {
     columns(&rows)
 }
 
-/// What the accelerator servers of all projects of this user say, as `tombolo accel ls` shows it.
+/// The listings of the accelerator servers of all projects of this user, as `tombolo accel ls` shows them.
 ///
 /// # Errors
 /// When a supervisor that lives does not answer.

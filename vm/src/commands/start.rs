@@ -16,21 +16,21 @@ use crate::project::peer;
 /// Commands about starts.
 #[derive(Subcommand, Debug)]
 pub enum StartCommand {
-    /// What a VM's start spent its time on
+    /// Show the steps of a VM's start with their times
     Blame {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// The VM
         vm: String,
     },
-    /// How far the memory of running VMs is, in Prometheus' text format
+    /// Write the progress of running VMs' memory in Prometheus' text format
     Metrics {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
     },
-    /// How the memory of a VM would arrive
+    /// Show the parts in which the memory of a VM would arrive
     Plan {
         /// Its memory, such as "350G"
         memory: Size,
@@ -46,7 +46,7 @@ pub enum StartCommand {
 /// Runs one of [`StartCommand`].
 ///
 /// # Errors
-/// What the command says.
+/// The project is not up, or has no such VM.
 pub fn run(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         StartCommand::Blame { file, vm } => blame(&file.identify()?, &vm, json),

@@ -23,7 +23,7 @@ const KEYS: usize = 16 << 10;
 /// The exit code after a signal, as of other commands.
 const INTERRUPTED: i32 = 130;
 
-/// What the standard input is, or a usual terminal where it is none.
+/// The terminal at the standard input, or a usual one if that is no terminal.
 #[must_use]
 pub fn here() -> Terminal {
     let term = std::env::var("TERM").ok().filter(|term| !term.is_empty());
@@ -39,7 +39,7 @@ fn size() -> Option<Size> {
 struct Line(Mutex<Arc<UnixStream>>);
 
 impl Line {
-    /// Whether the supervisor is there to hear it.
+    /// Returns whether the supervisor is there to hear it.
     fn tell(&self, message: &Feed) -> bool {
         peer::send(&self.0.lock().unwrap_or_else(PoisonError::into_inner), message).is_ok()
     }

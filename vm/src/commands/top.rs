@@ -11,7 +11,7 @@ use crate::commands::ps::columns;
 use crate::compose::Size;
 use crate::project::control::Status;
 
-/// What runs at one moment.
+/// The state of projects at one moment.
 #[derive(Debug)]
 pub struct Look {
     at: Instant,

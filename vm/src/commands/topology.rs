@@ -34,7 +34,7 @@ pub enum TopologyCommand {
     Show(ShowOptions),
     /// Show what each VM of a compose file would get, and why; nothing is changed
     Plan {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// Plan for a machine of this description of hwloc's instead of this host
@@ -43,7 +43,7 @@ pub enum TopologyCommand {
     },
     /// Compare what a running VM's guest sees with what the VM got, object by object; exit code 1 where something differs
     Check {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// The VM
@@ -59,7 +59,7 @@ pub enum TopologyCommand {
 /// Options of `tombolo topology libvirt`.
 #[derive(clap::Args, Debug)]
 pub struct LibvirtOptions {
-    /// Which compose file
+    /// The compose file
     #[command(flatten)]
     file: File,
     /// The domain's name, a file with its XML, or '-' for the standard input
@@ -79,7 +79,7 @@ pub struct LibvirtOptions {
 /// Runs one of [`TopologyCommand`].
 ///
 /// # Errors
-/// What is missing, and what to do.
+/// The VM is not up, or says no `topology`, or the host can't be read. Names the remedy.
 pub fn run(command: TopologyCommand, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         TopologyCommand::Show(options) => {
@@ -120,7 +120,7 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
             tombolo_topology::plan::plan(&read::synthetic(description)?, &rules, &requests)?
         }
         None => {
-            // What the project's own VMs have is planned anew.
+            // The places of the project's own VMs are planned anew.
             let own = |status: &Status, _: &str| status.file == project.file;
             placement::plan_all(&requests, &placement::rules(&project.compose, &running(None)?, own))?
         }
@@ -184,7 +184,7 @@ fn describe_vm(vm: &VmPlan) -> String {
     text
 }
 
-/// What `check --json` prints.
+/// The output of `check --json`.
 #[derive(Serialize)]
 struct Checked<'a> {
     same: usize,
@@ -226,7 +226,7 @@ fn sentence(line: &Line) -> String {
     }
 }
 
-/// What QEMU's process shows of a plan: where its threads and its memory are.
+/// Compares a plan with QEMU's process: the places of its threads and memory.
 fn outside(pid: u32, placement: &Placement) -> anyhow::Result<Vec<Line>> {
     let found = apply::found(pid, &placement.threads, &placement.plan)?;
     Ok(apply::compare(&placement.plan, &found))

@@ -18,7 +18,7 @@ use crate::project::{peer, preflight, state, stopped};
 /// `tombolo up`
 #[derive(Args, Debug)]
 pub struct UpOptions {
-    /// Which compose file
+    /// The compose file
     #[command(flatten)]
     file: File,
     /// Stay in the foreground; Ctrl-C takes everything down
@@ -43,7 +43,7 @@ pub struct UpOptions {
 /// `tombolo restart`
 #[derive(Args, Debug)]
 pub struct RestartOptions {
-    /// Which compose file
+    /// The compose file
     #[command(flatten)]
     file: File,
     /// Say what would be done, and change nothing
@@ -56,7 +56,7 @@ pub struct RestartOptions {
 /// Starts what is declared and does not run.
 ///
 /// # Errors
-/// What the supervisor says.
+/// The supervisor refuses or fails.
 pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = declaring(&options.file)?;
     let mut wish = Wish { vms: options.vms, remove_orphans: options.remove_orphans, ..Wish::default() };
@@ -106,7 +106,7 @@ fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
 /// Stops VMs and starts them as the compose file says now.
 ///
 /// # Errors
-/// What the supervisor says.
+/// The supervisor refuses or fails.
 pub fn restart(options: RestartOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = declaring(&options.file)?;
     let wish = Wish { vms: options.vms, restart: true, ..Wish::default() };
@@ -136,7 +136,7 @@ fn start(project: &Project, wish: Wish, wait: bool, json: bool) -> anyhow::Resul
     client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Cancel)
 }
 
-/// What `--json` prints of a dry run.
+/// The output of a dry run with `--json`.
 #[derive(Serialize)]
 struct DryRun<'a> {
     project: &'a str,

@@ -19,7 +19,7 @@ use crate::project::state;
 /// `tombolo upgrade`
 #[derive(Args, Debug)]
 pub struct Options {
-    /// Which compose file
+    /// The compose file
     #[command(flatten)]
     file: File,
     /// All projects of this user that are up
@@ -28,7 +28,7 @@ pub struct Options {
     /// Go on as this program [default: the one that this command is]
     #[arg(long, value_name = "PATH")]
     program: Option<PathBuf>,
-    /// How long commands that run in VMs, start or stop them are waited for
+    /// Time for running commands in VMs, and for starts and stops of VMs, to end
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     wait: u64,
 }

@@ -15,7 +15,7 @@ use crate::project::control::{Request, ZoneStatus};
 pub enum ZoneCommand {
     /// Make a running VM a member of a zone
     Attach {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// Let it only read
@@ -31,7 +31,7 @@ pub enum ZoneCommand {
     },
     /// Print where a running project's zone can be opened: tombolo files mount "$(tombolo zone path ZONE)" DIR
     Path {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// The zone
@@ -39,7 +39,7 @@ pub enum ZoneCommand {
     },
     /// Unmount a zone in a running VM and end its membership
     Detach {
-        /// Which compose file
+        /// The compose file
         #[command(flatten)]
         file: File,
         /// The zone

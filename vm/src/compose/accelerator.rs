@@ -47,7 +47,7 @@ pub struct AccelSpec {
     pub weight: Option<u32>,
     /// Processes of a VM at once.
     pub channels: Option<u32>,
-    /// Where Prometheus finds the figures.
+    /// The address for Prometheus.
     pub metrics: Option<tombolo_metrics::Place>,
     /// VMs' kernels may do all that the server's user may, for hosts that can't confine them.
     pub unconfined: bool,
@@ -85,7 +85,7 @@ impl<'de> Deserialize<'de> for Uses {
 }
 
 impl AccelUse {
-    /// What holds for a VM, where `spec` says it of all.
+    /// The settings of one VM: its own, and those of `spec` for the rest.
     #[must_use]
     pub fn of(&self, spec: &AccelSpec) -> AccelUse {
         AccelUse {
@@ -111,7 +111,7 @@ impl AccelUse {
         Area::zone_bytes(channels, window)
     }
 
-    /// What can't be had: key and message, which goes on after the table's name.
+    /// The key of a wrong setting, and the message about it, which follows the table's name.
     fn wrong(&self) -> Option<(&'static str, String)> {
         if self.weight.is_some_and(|w| w == 0 || w > 100) {
             return Some(("weight", "write 1 to 100".into()));
@@ -135,7 +135,7 @@ impl AccelUse {
     }
 }
 
-/// What is wrong with the VM that an accelerator names as its owner.
+/// Checks the VM that an accelerator names as its owner.
 fn check_owner(compose: &Compose, name: &str, spec: &AccelSpec) -> Result<(), Fault> {
     let Some(owner) = &spec.vm else { return Ok(()) };
     let fail = |key: &str, message: String| {

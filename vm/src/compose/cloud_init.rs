@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::Size;
 use crate::host;
 
-/// What cloud-init is given. Each text is the path of a file, or the text itself where it has several lines or begins with '#'.
+/// Data for cloud-init. Each text is the path of a file, or the text itself if it has several lines or begins with '#'.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CloudInit {
@@ -21,7 +21,7 @@ pub struct CloudInit {
     pub ssh_keys: Vec<String>,
     /// The guest's name; default: the VM's.
     pub hostname: Option<String>,
-    /// What cloud-init takes for the same machine; default: depends on the compose file's path and the VM's name.
+    /// The identity by which cloud-init knows the machine; default: made from the compose file's path and the VM's name.
     pub instance_id: Option<String>,
 }
 
@@ -33,11 +33,11 @@ const MOST: u64 = 8 << 20;
 pub enum Source<'a> {
     /// The text itself.
     Inline(&'a str),
-    /// Where the text is.
+    /// The path of a file with the text.
     File(&'a Path),
 }
 
-/// How a text is given.
+/// Tells a path from a text.
 #[must_use]
 pub fn source(text: &str) -> Source<'_> {
     if text.contains('\n') || text.starts_with('#') {
@@ -47,7 +47,7 @@ pub fn source(text: &str) -> Source<'_> {
     }
 }
 
-/// How an SSH key is given: one has the key's kind and its base64.
+/// Tells a path from an SSH key, which has a kind and base64.
 #[must_use]
 pub fn key_source(text: &str) -> Source<'_> {
     let kinds = ["ssh-", "ecdsa-", "sk-ssh-", "sk-ecdsa-"];

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use super::check::Fault;
 use super::{Compose, Ready, nearest};
 
-/// What a VM waits for in another one.
+/// The state of another VM that a VM waits for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Until {

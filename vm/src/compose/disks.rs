@@ -25,7 +25,7 @@ pub struct DiskSpec {
     /// The guest can't write to it.
     #[serde(default)]
     pub readonly: bool,
-    /// What the guest writes goes to a file in the project's folder, which `down` removes.
+    /// The guest's writes go to a file in the project's folder, which `down` removes.
     #[serde(default)]
     pub overlay: bool,
     /// Its serial number: the guest has it as /dev/disk/by-id/virtio-SERIAL.
@@ -73,7 +73,7 @@ impl Format {
 }
 
 impl DiskSpec {
-    /// Whether the guest's writes reach the image.
+    /// Returns whether the guest's writes reach the image.
     #[must_use]
     pub fn is_written(&self) -> bool {
         !self.readonly && !self.overlay
@@ -81,7 +81,7 @@ impl DiskSpec {
 }
 
 impl VmSpec {
-    /// Whether the VM boots from a disk where no kernel is named.
+    /// Returns whether the VM has a disk to boot from.
     #[must_use]
     pub fn has_disk(&self) -> bool {
         self.disk.is_some() || !self.disks.is_empty()

@@ -3,14 +3,14 @@
 
 use std::path::PathBuf;
 
-/// What is wrong with a compose file, and where.
+/// An error of a compose file.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("{}{}: {message}", file.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
 pub struct ComposeError {
     pub file: PathBuf,
     /// Line, from 1.
     pub line: Option<usize>,
-    /// What and what to do.
+    /// The error and its remedy.
     pub message: String,
 }
 

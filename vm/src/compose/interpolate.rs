@@ -13,7 +13,7 @@ use toml_edit::{ImDocument, Item, Value};
 
 use super::{ComposeError, line_of};
 
-/// How deep defaults may stand in defaults.
+/// The greatest depth of defaults in defaults.
 const DEPTH: usize = 16;
 
 /// Values by name.
@@ -222,7 +222,7 @@ fn name_length(text: &str) -> usize {
     text.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(text.len())
 }
 
-/// Where the brace closes that was opened before `text`.
+/// The position of the brace that closes the one before `text`.
 fn closing(text: &str) -> Option<usize> {
     let mut open = 1;
     let bytes = text.as_bytes();
@@ -239,7 +239,7 @@ fn closing(text: &str) -> Option<usize> {
     None
 }
 
-/// What stands between braces: a name, and maybe what to do without a value.
+/// Expands the text between braces: a name, maybe with a default or a message.
 fn braced(inner: &str, variables: &Variables, depth: usize) -> Result<String, String> {
     let (name, rest) = inner.split_at(name_length(inner));
     if name.is_empty() {

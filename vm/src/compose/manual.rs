@@ -129,7 +129,7 @@ const TABLES: [Table; 12] = [
             (
                 "memory",
                 "\"512M\"",
-                "A multiple of 2M, at least 128M; for a guest of the guest kit 160M, with devices of the host 256M.",
+                "A multiple of 2M, at least 128M; for a guest of the guest kit 192M, with devices of the host 256M.",
             ),
             (
                 "hypervisor",
@@ -160,7 +160,7 @@ const TABLES: [Table; 12] = [
             (
                 "topology",
                 "none",
-                "The part of the host that it lies on, whose topology its guest sees: \"host\": all that nobody else has; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
+                "The part of the host that it lies on, whose topology its guest sees: \"host\": all free processors; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
             ),
             (
                 "pages",

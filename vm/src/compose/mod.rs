@@ -38,7 +38,7 @@ pub struct Project {
     pub name: String,
     /// The file, absolute.
     pub file: PathBuf,
-    /// What it says, with paths made absolute.
+    /// The content of the file, with absolute paths.
     pub compose: Compose,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VM has by the names of what it belongs to (its devices in networks, its accelerators): written as a table, or as a list of names.
+//! A VM's networks and accelerators, by name: written as a table, or as a list of names.
 
 use std::collections::BTreeMap;
 use std::fmt;

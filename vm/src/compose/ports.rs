@@ -23,7 +23,7 @@ pub struct Forward {
     pub host: u16,
     /// The VM's port.
     pub guest: u16,
-    /// What is forwarded.
+    /// The protocol that is forwarded.
     pub protocol: Protocol,
 }
 
@@ -117,7 +117,7 @@ impl Forward {
         same && (one == other || covers(one, other) || covers(other, one))
     }
 
-    /// Whether the host's port is free and this user may have it.
+    /// Tries to bind the host's port.
     fn try_out(&self) -> io::Result<()> {
         let bind = |address: SocketAddr| match self.protocol {
             Protocol::Tcp => TcpListener::bind(address).map(drop),
@@ -147,7 +147,7 @@ pub fn network<'a>(compose: &Compose, vm: &'a VmSpec) -> Option<&'a str> {
     vm.networks.0.keys().find(by_user).map(String::as_str)
 }
 
-/// What is forwarded through a network.
+/// The ports that are forwarded through a network.
 pub fn through<'a>(compose: &'a Compose, net: &'a str) -> impl Iterator<Item = &'a Forward> {
     let uses = move |vm: &&VmSpec| network(compose, vm) == Some(net);
     compose.vm.values().filter(uses).flat_map(|vm| &vm.ports)

@@ -21,7 +21,7 @@ pub enum Restart {
     No,
     /// When it did not switch itself off; with a number, so many times in a row at most.
     OnFailure(Option<u32>),
-    /// Whatever ended it, other than `down`.
+    /// After each end, except by `down`.
     Always,
     /// As `Always`; one that `down VM` stopped is left alone by `up --boot`.
     UnlessStopped,

@@ -78,7 +78,7 @@ pub struct VmSpec {
     /// Take the other devices of each IOMMU group along.
     #[serde(default)]
     pub whole_group: bool,
-    /// How the memory arrives; default: "auto", fast with devices and slow without.
+    /// The way in which memory arrives; default: "auto", fast with devices and slow without.
     #[serde(default)]
     pub start: Option<StartKind>,
     /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
@@ -96,7 +96,7 @@ pub struct VmSpec {
     /// The part of the host that it lies on.
     #[serde(default)]
     pub topology: Option<Part>,
-    /// What its memory is made of, where it says `topology`.
+    /// The pages of its memory, with `topology`.
     #[serde(default)]
     pub pages: Pages,
     /// VMs that are started before it, and stopped after it.
@@ -114,7 +114,7 @@ pub struct VmSpec {
     /// Ports of the host that lead to it.
     #[serde(default)]
     pub ports: Vec<Forward>,
-    /// Whether it is started again when it has ended.
+    /// The policy for starts after the VM has ended.
     #[serde(default)]
     pub restart: Restart,
     /// More arguments for QEMU, as they are.
@@ -133,7 +133,7 @@ pub struct Share {
     /// Refuse writes.
     #[serde(default)]
     pub readonly: bool,
-    /// Where the guest mounts it; none: it does so itself.
+    /// The guest's mount point; none: the guest mounts it itself.
     #[serde(default)]
     pub mount: Option<String>,
 }

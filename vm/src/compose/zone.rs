@@ -19,7 +19,7 @@ pub const ZONE_MIN: u64 = 8 << 20;
 pub struct ZoneSpec {
     /// Bytes, a multiple of 2 MiB.
     pub size: Size,
-    /// Where the memory comes from.
+    /// The source of the memory.
     #[serde(default)]
     pub backing: Backing,
     /// Make a file system in it when the zone is created.
@@ -27,7 +27,7 @@ pub struct ZoneSpec {
     pub files: bool,
 }
 
-/// Where a zone's memory comes from.
+/// The source of a zone's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
     /// Anonymous memory, gone with the project.
@@ -67,7 +67,7 @@ impl<'de> Deserialize<'de> for Backing {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZoneUse {
-    /// Where the guest mounts the zone's file system.
+    /// The guest's mount point for the zone's file system.
     #[serde(default)]
     pub mount: Option<String>,
     /// Options of that mount: noatime and the like. Set-id bits and devices count only with "suid" and "dev".
@@ -79,10 +79,10 @@ pub struct ZoneUse {
     /// The directory of the zone's file system that the guest is confined to; made where it is missing.
     #[serde(default)]
     pub subtree: Option<String>,
-    /// What the files that the guest makes may take up together.
+    /// The most bytes of the files that the guest makes.
     #[serde(default)]
     pub bytes: Option<Size>,
-    /// How many files and directories it may make.
+    /// The most files and directories that it may make.
     #[serde(default)]
     pub inodes: Option<u64>,
 }

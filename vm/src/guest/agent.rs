@@ -5,7 +5,7 @@
 //! The agent is the guest's, so nothing that it says is believed or kept: each command has a longest reply, and a reply is parsed straight
 //! into the command's own type, without what that has no field for.
 //!
-//! Who stops a VM [retires](Agent::retire) its agent: requests that wait or run fail at once, and the last ones have it to themselves.
+//! A stop of the VM [retires](Agent::retire) the agent: requests that wait or run fail at once, and only those of the stop are sent.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -23,7 +23,7 @@ use crate::project::state::random_hex;
 const LONG_REPLY: usize = 2 << 20;
 /// The longest reply to any other command, in bytes: what a short script says.
 const REPLY: usize = 256 << 10;
-/// How often a wait looks whether the agent was retired.
+/// The pause between two checks whether the agent was retired.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Why a request failed.
@@ -60,12 +60,12 @@ pub enum Error {
     #[error("the guest agent's reply to {command} is not understood: {message}")]
     Shape {
         command: &'static str,
-        /// What is wrong.
+        /// The reason.
         message: String,
     },
 }
 
-/// Whoever may send requests to an agent.
+/// A sender of requests to an agent.
 pub trait Calls {
     /// Sends one request and waits at most `limit` for its turn and its reply.
     ///
@@ -136,7 +136,7 @@ impl Agent {
         Ok(agent)
     }
 
-    /// Whether the agent answers within `limit`.
+    /// Returns whether the agent answers within `limit`.
     ///
     /// # Errors
     /// See [`Error`].
@@ -213,7 +213,7 @@ fn any_number() -> u32 {
     u32::from_str_radix(&random_hex(4), 16).unwrap_or_default()
 }
 
-/// How long a reply is waited for.
+/// The wait for a reply.
 struct Wait<'a> {
     limit: Duration,
     deadline: Instant,
@@ -326,7 +326,7 @@ fn is_pause(error: &std::io::Error) -> bool {
 }
 
 impl Wait<'_> {
-    /// How long to wait before the next look.
+    /// The time until the next check.
     fn slice(&self, command: &'static str) -> Result<Duration, Error> {
         if (self.over)() {
             return Err(Error::Retired);
@@ -479,7 +479,7 @@ pub(crate) mod tests {
                 let sync = format!("{{\"return\": {}}}\n", request["arguments"]["id"]);
                 writer.write_all(&[&[0xff], sync.as_bytes()].concat()).unwrap();
                 lines.next().unwrap();
-                // It ends when nobody reads any more.
+                // The thread ends when its reader has gone.
                 let flood = hostile.repeat((1 << 20) / hostile.len());
                 let mut sent = writer.write_all(b"{\"return\": [");
                 for _ in 0..60 {

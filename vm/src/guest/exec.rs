@@ -9,17 +9,20 @@
 //! through a FIFO too, filled by one short-lived writer per chunk (the agent's own writes to a FIFO can be cut short
 //! without notice); a handle of the agent keeps it from ending between two of them.
 
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use qapi::qga;
 
 use crate::guest::agent::{Agent, Calls, Error};
+use input::Feeder;
+use output::Tail;
+
+mod input;
+mod output;
 
 /// Time for one request to the agent; a guest under load on an emulated CPU is slow.
 const REQUEST: Duration = Duration::from_secs(60);
-/// Bytes of output read at once.
-const READ: i64 = 1 << 20;
 /// Waits between looks at a command that says nothing.
 const PAUSES: [u64; 6] = [1, 2, 5, 10, 20, 40];
 
@@ -31,7 +34,7 @@ for base in /run /dev/shm /tmp; do
 done 2>/dev/null
 echo "no folder for a command's output: /run, /dev/shm and /tmp can't be written" >&2
 exit 1"#;
-/// Runs the command ($4 ...) in the folder $1, with input ($2 = 0) or without, and the mark $3. A FIFO that nobody has open
+/// Runs the command ($4 ...) in the folder $1, with input ($2 = 0) or without, and the mark $3. A FIFO that no process has open
 /// forgets its content, so the file "open" tells when the input may end. A segment is at most 8 MiB, three may be full.
 const RUN: &str = r#"d=$1; in=$2; mark=$3; shift 3
 if [ "$in" = 0 ]; then
@@ -73,7 +76,7 @@ const KILL: &str = r#"children() {
 		done <"$status"
 	done 2>/dev/null
 }
-# Whether one of them is there; whom nobody has waited for yet is not.
+# Succeeds if one of them lives. A zombie does not.
 alive() {
 	for process in $all; do
 		while read -r key value rest; do
@@ -106,7 +109,7 @@ done
 kill -KILL $all 2>/dev/null
 exit 0"#;
 
-/// What to run.
+/// A command.
 #[derive(Clone, Debug, Default)]
 pub struct Exec {
     /// Program and arguments.
@@ -126,12 +129,12 @@ pub enum Input {
     End,
 }
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// Its exit code; 128 + n for a signal.
     Code(i32),
-    /// Whoever wanted it is gone; it was killed.
+    /// The client has gone, and the command was killed.
     Cancelled,
 }
 
@@ -227,6 +230,15 @@ pub(super) fn start(
     start_within(agent, path, arg, env, input, capture, REQUEST)
 }
 
+/// Opens a file of the guest. Returns the agent's handle.
+fn open(agent: &Agent, path: String, mode: &str) -> Result<i64, Error> {
+    agent.call(qga::guest_file_open { path, mode: Some(mode.to_owned()) }, REQUEST)
+}
+
+fn close(agent: &Agent, handle: i64) -> Result<(), Error> {
+    agent.call(qga::guest_file_close { handle }, REQUEST).map(drop)
+}
+
 fn start_within(
     agent: &impl Calls,
     path: &str,
@@ -271,112 +283,6 @@ impl Pauses {
     }
 }
 
-/// One of the two outputs: its segments one after the other, up to the mark.
-struct Tail {
-    stream: Stream,
-    /// Path of the segments without their number.
-    base: String,
-    segment: u64,
-    handle: Option<i64>,
-    mark: Mark,
-}
-
-impl Tail {
-    fn new(dir: &str, stream: Stream, mark: &str) -> Tail {
-        let base = format!("{dir}/{}", if stream == Stream::Out { 1 } else { 2 });
-        Tail { stream, base, segment: 0, handle: None, mark: Mark::new(mark) }
-    }
-
-    fn open(agent: &Agent, path: String, mode: &str) -> Result<i64, Error> {
-        agent.call(qga::guest_file_open { path, mode: Some(mode.to_owned()) }, REQUEST)
-    }
-
-    /// Passes on what is there, at most one chunk: whether there was something.
-    fn pass(&mut self, agent: &Agent, output: &mut dyn FnMut(Stream, &[u8])) -> Result<bool, Error> {
-        if self.mark.found {
-            return Ok(false);
-        }
-        let handle = match self.handle {
-            Some(handle) => handle,
-            // The first segment is not there before the command has begun.
-            None => match Tail::open(agent, format!("{}.{}", self.base, self.segment), "r") {
-                Ok(handle) => *self.handle.insert(handle),
-                Err(Error::Refused { .. }) => return Ok(false),
-                Err(e) => return Err(e),
-            },
-        };
-        if self.read(agent, handle, output)? {
-            return Ok(true);
-        }
-        // The next segment is begun when this one is complete.
-        let next = match Tail::open(agent, format!("{}.{}", self.base, self.segment + 1), "r") {
-            Ok(next) => next,
-            Err(Error::Refused { .. }) => return Ok(false),
-            Err(e) => return Err(e),
-        };
-        while self.read(agent, handle, output)? {}
-        agent.call(qga::guest_file_close { handle }, REQUEST)?;
-        // Opening it for writing empties it.
-        let emptied = Tail::open(agent, format!("{}.{}", self.base, self.segment), "w")?;
-        agent.call(qga::guest_file_close { handle: emptied }, REQUEST)?;
-        self.handle = Some(next);
-        self.segment += 1;
-        Ok(true)
-    }
-
-    fn read(
-        &mut self,
-        agent: &Agent,
-        handle: i64,
-        output: &mut dyn FnMut(Stream, &[u8]),
-    ) -> Result<bool, Error> {
-        let read = agent.call(qga::guest_file_read { handle, count: Some(READ) }, REQUEST)?;
-        let data = self.mark.take(read.buf_b64);
-        if !data.is_empty() {
-            output(self.stream, &data);
-        }
-        Ok(read.count > 0)
-    }
-
-    fn close(&mut self, agent: &Agent) -> Result<(), Error> {
-        match self.handle.take() {
-            Some(handle) => agent.call(qga::guest_file_close { handle }, REQUEST).map(|_| ()),
-            None => Ok(()),
-        }
-    }
-}
-
-/// Looks for the mark at the end of an output. Only what may be the mark's beginning is held back.
-struct Mark {
-    mark: Vec<u8>,
-    held: Vec<u8>,
-    found: bool,
-}
-
-impl Mark {
-    fn new(mark: &str) -> Mark {
-        Mark { mark: mark.as_bytes().to_vec(), held: Vec::new(), found: false }
-    }
-
-    /// What of the output so far can be passed on.
-    fn take(&mut self, data: Vec<u8>) -> Vec<u8> {
-        if self.found {
-            return Vec::new();
-        }
-        let mut all = std::mem::take(&mut self.held);
-        all.extend(data);
-        if let Some(at) = all.windows(self.mark.len()).position(|w| w == self.mark) {
-            self.found = true;
-            all.truncate(at);
-            return all;
-        }
-        let longest = self.mark.len().min(all.len() + 1) - 1;
-        let begun = (1..=longest).rev().find(|&n| all.ends_with(&self.mark[..n])).unwrap_or(0);
-        self.held = all.split_off(all.len() - begun);
-        all
-    }
-}
-
 /// Runs a command; `input` feeds it (`None`: it reads /dev/null), `output` gets what it says, and it is killed when
 /// `cancelled` says so.
 ///
@@ -408,101 +314,112 @@ fn run_in(
     cancelled: &dyn Fn() -> bool,
     output: &mut dyn FnMut(Stream, &[u8]),
 ) -> anyhow::Result<Ended> {
-    let mark = crate::project::state::random_hex(16);
-    let mut tails = [Tail::new(dir, Stream::Out, &mark), Tail::new(dir, Stream::Err, &mark)];
-    let close = |handle: i64| agent.call(qga::guest_file_close { handle }, REQUEST).map(|_| ());
-    // "r+" opens a FIFO at once and keeps it from ending between two writers.
-    let mut fifo = match input {
-        Some(_) => Some(Tail::open(agent, format!("{dir}/0"), "r+")?),
-        None => None,
-    };
-    let mut arg = vec!["-c".to_owned(), RUN.to_owned(), "tombolo".to_owned(), dir.to_owned()];
-    arg.push(if input.is_some() { "0" } else { "/dev/null" }.to_owned());
-    arg.push(mark);
-    if let Some(folder) = &exec.dir {
-        let inner = r#"cd "$1" || exit 126; shift; exec "$@""#;
-        arg.extend(["/bin/sh", "-c", inner, "tombolo", folder].map(str::to_owned));
-    }
-    arg.extend(exec.argv.iter().cloned());
-    let pid = start(agent, "/bin/sh", arg, exec.env.clone(), None, false)?;
-
-    let mut writer: Option<i64> = None;
-    let mut at_end = false;
-    let mut code = None;
+    let mut command = Running::start(agent, dir, exec, input)?;
     let mut pauses = Pauses::default();
     let ended = loop {
-        let mut busy = false;
-        for tail in &mut tails {
-            busy |= tail.pass(agent, output)?;
-        }
-        if let Some(w) = writer {
-            if agent.call(qga::guest_exec_status { pid: w }, REQUEST)?.exited {
-                writer = None;
-            }
-        }
-        if let (Some(handle), None, true) = (fifo, writer, at_end) {
-            if let Ok(open) = Tail::open(agent, format!("{dir}/open"), "r") {
-                close(open)?;
-                close(handle)?;
-                fifo = None;
-            }
-        } else if let (Some(_), None, Some(input)) = (fifo, writer, input) {
-            match input.try_recv() {
-                Ok(Input::Data(data)) => {
-                    let arg =
-                        vec!["-c".into(), "exec cat >\"$1\"".into(), "tombolo".into(), format!("{dir}/0")];
-                    writer = Some(start(agent, "/bin/sh", arg, Vec::new(), Some(data), false)?);
-                    busy = true;
-                }
-                Ok(Input::End) => at_end = true,
-                // The end of the connection is for 'cancelled' to tell.
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => {}
-            }
-        }
+        let busy = command.pass_output(output)? | command.pass_input()?;
         if cancelled() {
-            kill(agent, pid)?;
+            kill(agent, command.pid)?;
             break Ended::Cancelled;
         }
         if busy {
             pauses.reset();
             continue;
         }
-        if let Some(code) = code {
-            if tails.iter().all(|t| t.mark.found) {
-                break Ended::Code(code);
-            }
-        } else {
-            let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
+        let known = command.code;
+        match command.exit_code()? {
+            Some(code) if command.has_all_output() => break Ended::Code(code),
+            // The end of its output may have come before its exit code.
+            Some(_) if known.is_none() => continue,
+            _ => pauses.next(),
+        }
+    };
+    command.close()?;
+    Ok(ended)
+}
+
+/// A command that runs in the guest, under [`RUN`].
+struct Running<'a> {
+    agent: &'a Agent,
+    /// The process of the shell around the command.
+    pid: i64,
+    outputs: [Tail; 2],
+    input: Option<Feeder<'a>>,
+    /// The exit code, once the command has ended.
+    code: Option<i32>,
+}
+
+impl<'a> Running<'a> {
+    fn start(
+        agent: &'a Agent,
+        dir: &str,
+        exec: &Exec,
+        input: Option<&'a Receiver<Input>>,
+    ) -> anyhow::Result<Running<'a>> {
+        let mark = crate::project::state::random_hex(16);
+        let outputs = [Tail::new(dir, Stream::Out, &mark), Tail::new(dir, Stream::Err, &mark)];
+        let input = input.map(|input| Feeder::open(agent, dir, input)).transpose()?;
+        let mut arg = vec!["-c".to_owned(), RUN.to_owned(), "tombolo".to_owned(), dir.to_owned()];
+        arg.push(if input.is_some() { "0" } else { "/dev/null" }.to_owned());
+        arg.push(mark);
+        if let Some(folder) = &exec.dir {
+            let inner = r#"cd "$1" || exit 126; shift; exec "$@""#;
+            arg.extend(["/bin/sh", "-c", inner, "tombolo", folder].map(str::to_owned));
+        }
+        arg.extend(exec.argv.iter().cloned());
+        let pid = start(agent, "/bin/sh", arg, exec.env.clone(), None, false)?;
+        Ok(Running { agent, pid, outputs, input, code: None })
+    }
+
+    /// Passes on the output that is there. Returns whether there was any.
+    fn pass_output(&mut self, output: &mut dyn FnMut(Stream, &[u8])) -> Result<bool, Error> {
+        let mut any = false;
+        for tail in &mut self.outputs {
+            any |= tail.pass(self.agent, output)?;
+        }
+        Ok(any)
+    }
+
+    /// Passes on input that is there. Returns whether there was any.
+    fn pass_input(&mut self) -> Result<bool, Error> {
+        self.input.as_mut().map_or(Ok(false), |input| input.pass(self.agent))
+    }
+
+    fn has_all_output(&self) -> bool {
+        self.outputs.iter().all(Tail::is_complete)
+    }
+
+    /// The exit code, if the command has ended.
+    ///
+    /// # Errors
+    /// Those of the agent; the shell around the command was killed.
+    fn exit_code(&mut self) -> anyhow::Result<Option<i32>> {
+        if self.code.is_none() {
+            let status = self.agent.call(qga::guest_exec_status { pid: self.pid }, REQUEST)?;
             if status.exited {
-                code = Some(code_of(&status));
-                if status.signal.is_some() {
-                    anyhow::bail!(
-                        "the shell around the command was killed in the guest (signal {:?})",
-                        status.signal
-                    );
-                }
-                continue;
+                anyhow::ensure!(
+                    status.signal.is_none(),
+                    "the shell around the command was killed in the guest (signal {:?})",
+                    status.signal
+                );
+                self.code = Some(code_of(&status));
             }
         }
-        pauses.next();
-    };
-    // Without a reader a writer that still waits gets EPIPE.
-    for tail in &mut tails {
-        tail.close(agent)?;
+        Ok(self.code)
     }
-    if let Some(handle) = fifo {
-        close(handle)?;
+
+    /// Closes the files of the guest. A writer of the input that still waits gets EPIPE.
+    fn close(&mut self) -> Result<(), Error> {
+        for tail in &mut self.outputs {
+            tail.close(self.agent)?;
+        }
+        self.input.as_mut().map_or(Ok(()), |input| input.close(self.agent))
     }
-    Ok(ended)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn passed(mark: &mut Mark, parts: &[&str]) -> Vec<String> {
-        parts.iter().map(|p| String::from_utf8(mark.take(p.as_bytes().to_vec())).unwrap()).collect()
-    }
 
     /// Runs `text` as the guest would, with `arg` as $1.
     fn shell(text: &str, arg: &std::path::Path) -> std::process::Command {
@@ -529,18 +446,5 @@ mod tests {
             assert!(swept.status.success(), "{}", String::from_utf8_lossy(&swept.stderr));
             assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
         }
-    }
-
-    #[test]
-    fn output_ends_at_the_mark_and_only_what_may_be_its_beginning_is_held_back() {
-        let mut mark = Mark::new("abac");
-        assert_eq!(passed(&mut mark, &["xyz", "ab", "ab", "ac", "more"]), ["xyz", "", "ab", "", ""]);
-        assert!(mark.found);
-        let mut mark = Mark::new("abac");
-        assert_eq!(passed(&mut mark, &["a", "a", "b!", "whole abac rest"]), ["", "a", "ab!", "whole "]);
-        assert!(mark.found);
-        let mut mark = Mark::new("abac");
-        assert_eq!(passed(&mut mark, &["", "abab"]), ["", "ab"]);
-        assert!(!mark.found);
     }
 }

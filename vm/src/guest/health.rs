@@ -16,10 +16,10 @@ use crate::machine::Machine;
 const EAGER: Duration = Duration::from_secs(5);
 /// Time for one request to the agent.
 const REQUEST: Duration = Duration::from_secs(60);
-/// How often it is looked whether a check has ended.
+/// The pause between two checks whether a check has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What the checks of a VM say.
+/// The result of a VM's checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Health {
@@ -81,7 +81,7 @@ fn watch(machine: &Machine, check: &HealthCheck, up: Duration) {
     }
 }
 
-/// What the results so far make of a VM.
+/// Counts results, and turns them into a VM's health.
 #[derive(Debug)]
 struct Tally {
     health: Health,

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which kernel and initramfs a VM boots: the guest kit's, by version, or the user's own files.
+//! The kernel and initramfs that a VM boots: the guest kit's, by version, or the user's own files.
 
 use std::path::{Path, PathBuf};
 
 use crate::compose::{Size, VmSpec};
 use crate::host;
 
-/// The least memory of a guest of the kit at its start, in bytes: what the larger kernel and its programs need, and 32 MiB.
-const MEMORY_MIN: u64 = 160 << 20;
+/// The least memory of a guest of the kit at its start, in bytes: the kernel lets the programs fill half of what it finds free.
+const MEMORY_MIN: u64 = 192 << 20;
 /// With devices of the host the guest also reserves 64 MiB of bounce buffers.
 const MEMORY_MIN_WITH_DEVICES: u64 = 256 << 20;
 
-/// What a VM boots.
+/// The kernel that a VM boots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Boot {
     /// The kernel image.
@@ -66,7 +66,7 @@ fn numbers(version: &str) -> Option<Vec<u32>> {
     version.split('-').next()?.split('.').map(|n| n.parse().ok()).collect()
 }
 
-/// What `vm` boots; `None` when it boots from its disk.
+/// The kernel that `vm` boots; `None`: it boots from its disk.
 ///
 /// # Errors
 /// Names the missing file or version, and the remedy.
@@ -167,16 +167,16 @@ mod tests {
         };
         let e = check("memory = \"128M\"").unwrap_err();
         assert!(
-            e.starts_with("vm.a.memory is 128M; a guest of the guest kit needs at least 160M at its start"),
+            e.starts_with("vm.a.memory is 128M; a guest of the guest kit needs at least 192M at its start"),
             "{e}"
         );
         let e = check("kernel = \"6.1\"\nmemory = \"1G\"\nboot_memory = \"128M\"").unwrap_err();
         assert!(e.starts_with("vm.a.boot_memory is 128M"), "{e}");
         assert!(
-            check("memory = \"160M\"\ndevices = [\"0000:01:00.0\"]").unwrap_err().contains("at least 256M")
+            check("memory = \"192M\"\ndevices = [\"0000:01:00.0\"]").unwrap_err().contains("at least 256M")
         );
         for good in [
-            "memory = \"160M\"",
+            "memory = \"192M\"",
             "memory = \"128M\"\nkernel = \"./k\"",
             "memory = \"128M\"\ndisk = \"d.img\"",
         ] {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What runs or lies inside a guest.
+//! Work inside guests: kernels, the agent, commands, mounts.
 //!
 //! - [`kit`]: which kernel and initramfs a VM boots.
 //! - [`agent`]: the guest agent; [`exec`]: commands through it; [`mount`]: file systems of zones in the guest;

@@ -34,7 +34,7 @@ module_said() {
 }
 "#;
 
-/// What a guest mounts.
+/// A file system that a guest mounts.
 #[derive(Clone, Debug)]
 pub struct Source {
     pub uuid: String,

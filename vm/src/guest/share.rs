@@ -8,7 +8,7 @@ use crate::guest::agent::Calls;
 use crate::guest::exec;
 use crate::project::control::ShareStatus;
 
-/// How long the guest may take for one folder.
+/// Time for the guest for one folder.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Code of [`MOUNT`] where the kernel has no 9p.
 const NO_9P: i64 = 3;

@@ -23,9 +23,9 @@ use crate::project::state::random_hex;
 
 /// Time for one request to the agent.
 const REQUEST: Duration = Duration::from_secs(60);
-/// How often it is looked whether the client has gone.
+/// The pause between two checks whether the client has gone.
 const LOOK: Duration = Duration::from_millis(100);
-/// How often the agent is asked whether the command runs, while its terminal is not there yet and afterwards.
+/// The pause between two questions whether the command runs: until its terminal is open, and afterwards.
 const ASK: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(5)];
 /// For a port's socket to take what is typed; a program that does not read lets no more than a buffer pass.
 const TYPE: Duration = Duration::from_millis(200);
@@ -67,7 +67,7 @@ const RESIZE: &str = r#"[ -s "$1/tty" ] || exit 3
 read -r tty <"$1/tty"
 stty -F "$tty" rows "$2" cols "$3""#;
 
-/// What a client's terminal is.
+/// A client's terminal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Terminal {
     /// Its size.
@@ -91,7 +91,7 @@ impl Default for Size {
     }
 }
 
-/// What a client does at its terminal.
+/// An event of a client's terminal.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Typed {
     /// It typed these bytes.
@@ -222,7 +222,7 @@ impl Session<'_> {
             match typed.recv_timeout(LOOK) {
                 Ok(Typed::Keys(more)) => keys = more,
                 Ok(Typed::Size(new)) => size = Some(new),
-                // What a terminal's user types at the end of the input: Ctrl-D.
+                // At a terminal Ctrl-D ends the input.
                 Ok(Typed::End) => keys = vec![4],
                 Err(RecvTimeoutError::Timeout) => {}
                 // The client has gone: 'cancelled' says so next.
@@ -280,7 +280,7 @@ fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// What of a port's bytes the terminal shows.
+/// Finds the part of a port's bytes that the terminal shows.
 #[derive(Debug, Default)]
 struct Screen {
     held: Vec<u8>,
@@ -291,7 +291,7 @@ struct Screen {
 }
 
 impl Screen {
-    /// What is to be shown of these bytes. Only what may be a mark's beginning is held back, and what follows the second mark.
+    /// Returns the bytes to show. A possible beginning of a mark is held back, and so are the bytes after the second mark.
     fn take(&mut self, mark: &[u8], data: &[u8]) -> Vec<u8> {
         self.held.extend_from_slice(data);
         if !self.begun {

@@ -19,7 +19,7 @@ const VARIABLE: &str = "TOMBOLO_CGROUP";
 const OWN: &str = "supervisor";
 /// The period of a limit of processor time, in microseconds; the kernel's default.
 const PERIOD: u32 = 100_000;
-/// What to do where no cgroup is delegated.
+/// The remedy if no cgroup is delegated.
 const REMEDY: &str = "start it in one: systemctl start tombolo@NAME (its unit has Delegate=yes), systemd-run --user --scope -p Delegate=yes \
                       tombolo up, or as root: name an empty cgroup with TOMBOLO_CGROUP=/sys/fs/cgroup/…";
 
@@ -40,7 +40,7 @@ impl Group {
         if spec.cpu_limit.is_none() && spec.memory_limit.is_none() {
             return Ok(None);
         }
-        // Unlike the project's name its folder's is nobody else's.
+        // Two projects may have one name, but not one folder.
         let project = dir.path().file_name().unwrap_or_default().to_string_lossy();
         let made = delegated().and_then(|parent| Group::below(&parent, &project, vm, spec));
         made.map(Some).with_context(|| {
@@ -66,7 +66,7 @@ impl Group {
         Ok(Group { path, procs })
     }
 
-    /// Where it is.
+    /// The path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -87,7 +87,7 @@ impl Group {
         &self.procs
     }
 
-    /// Whether the kernel has killed a process of the group for want of memory.
+    /// Returns whether the kernel has killed a process of the group for want of memory.
     #[must_use]
     pub fn ran_out_of_memory(&self) -> bool {
         let events = fs::read_to_string(self.path.join("memory.events")).unwrap_or_default();

@@ -136,7 +136,7 @@ fn is_overlay_of(path: &Path, vm: &str) -> bool {
     path.file_name().and_then(|name| name.to_str()).and_then(|name| name.split('.').next()) == Some(vm)
 }
 
-/// What QEMU's own words mean where it can't have a disk's lock.
+/// Explains QEMU's message about a disk that it can't lock.
 #[must_use]
 pub fn explain(said: &[String]) -> Option<String> {
     said.iter().find(|line| line.contains("Failed to get") && line.contains("lock"))?;

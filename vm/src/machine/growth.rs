@@ -39,7 +39,7 @@ pub enum StartKind {
     Slow,
 }
 
-/// How a VM's memory arrives.
+/// The parts in which a VM's memory arrives.
 ///
 /// # Errors
 /// Names the key to change.
@@ -59,7 +59,7 @@ pub fn layout(name: &str, spec: &VmSpec) -> anyhow::Result<Layout> {
     wish.layout().with_context(|| format!("vm.{name}.memory"))
 }
 
-/// What to tell a user who chose the slower way.
+/// Advice for a user who chose the slower way.
 pub fn advice(spec: &VmSpec) -> Option<&'static str> {
     let needless = spec.start == Some(StartKind::Fast) && spec.devices.is_empty();
     needless.then_some("start = \"fast\" only pays with passed-through devices; \"auto\" chooses by itself")

@@ -80,7 +80,7 @@ impl Machine {
         self.qmp.get().map(Qmp::pause)
     }
 
-    /// Returns the state for the next program. The caller has [paused](Machine::pause) the monitor and closed `HOUSEHOLD`.
+    /// Returns the state for the next program. The caller has [paused](Machine::pause) the monitor and closed `BACKGROUND`.
     pub fn hand_over(&self, monitor: Option<&Paused<'_>>, keep: &mut Keep) -> MachineState {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let monitor = monitor.zip(self.qmp.get());

@@ -140,7 +140,7 @@ impl Ports {
     fn settle(&mut self, qmp: &Qmp) -> Result<(), Error> {
         while let Some(undo) = self.undo.last() {
             match qmp.execute_value(undo.command.name(), &undo.arguments) {
-                // What QEMU refuses to undo was not done.
+                // QEMU refuses to undo a step that it did not do.
                 Ok(_) | Err(Error::Refused { .. }) => drop(self.undo.pop()),
                 Err(e) => return Err(e),
             }

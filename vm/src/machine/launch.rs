@@ -23,7 +23,7 @@ use crate::child::{self, Guarded};
 use crate::compose::Ready;
 use crate::compose::disks::Format;
 use crate::guest::agent::Agent;
-use crate::project::barrier::{HOUSEHOLD, Inside};
+use crate::project::barrier::{BACKGROUND, Inside};
 use crate::project::zones::Invitation;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
@@ -231,7 +231,7 @@ impl Machine {
         let watch = move || {
             qemu.wait_end();
             machine.await_monitor_end();
-            let inside = HOUSEHOLD.enter("the end of a VM");
+            let inside = BACKGROUND.enter("the end of a VM");
             let mut exit = match qemu.wait() {
                 Ok(status) => describe(status),
                 Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },

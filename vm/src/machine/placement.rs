@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where VMs lie on the host: the plan for those of a compose file that say `topology`, made before anything is started, and applied before a guest runs its
-//! first instruction.
+//! The places of VMs on the host: the plan for those of a compose file that say `topology`. It is made before any start, and applied
+//! before a guest runs its first instruction.
 
 use std::collections::BTreeMap;
 
@@ -19,17 +19,17 @@ use crate::qemu::Hypervisor;
 use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
 
-/// Where a running VM lies.
+/// The part of the host that a running VM lies on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
-    /// What it got.
+    /// The plan by which it was started.
     pub plan: VmPlan,
     /// The threads of its vCPUs; empty until QEMU has told them.
     #[serde(default)]
     pub threads: Vec<Thread>,
 }
 
-/// What the VMs of a compose file ask for that say `topology`.
+/// The requests of the VMs that say `topology`.
 pub fn requests<'a>(vms: impl Iterator<Item = (&'a str, &'a VmSpec)>) -> Vec<Request> {
     let placed = vms.filter_map(|(name, spec)| {
         Some(Request {
@@ -44,7 +44,7 @@ pub fn requests<'a>(vms: impl Iterator<Item = (&'a str, &'a VmSpec)>) -> Vec<Req
     placed.collect()
 }
 
-/// What running VMs of these projects have, those left out that `except` names.
+/// The rules that running VMs of these projects set: theirs is taken. VMs that `except` names are left out.
 pub fn rules(compose: &Compose, running: &[Status], except: impl Fn(&Status, &str) -> bool) -> Rules {
     let mut rules = Rules { reserve: compose.reserve, ..Rules::default() };
     for project in running {

@@ -12,7 +12,7 @@ use serde_json::json;
 use super::Machine;
 use crate::qemu::qmp::Qmp;
 
-/// How long QEMU may take for each step.
+/// Time for QEMU for each step.
 const STEP: Duration = Duration::from_secs(20);
 
 /// A port, until it is dropped.

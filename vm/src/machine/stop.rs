@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a VM is stopped: its guest is asked once, then QEMU is, then it is killed. Each step has its time, and all together
-//! take [`LONGEST`] at most, whatever guest and QEMU do.
+//! The stop of a VM: the guest is asked once, then QEMU, then QEMU is killed. Each step has its time. All steps together take
+//! [`LONGEST`] at most, whatever guest and QEMU do.
 
 use std::time::{Duration, Instant};
 

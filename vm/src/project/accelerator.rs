@@ -6,7 +6,7 @@
 //! API's own error. The server is told what to serve over a socket that is its standard input, a line of JSON each way, and
 //! ends with that socket.
 //!
-//! Where a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`crate::project::owner`]).
+//! If a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`crate::project::owner`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -29,15 +29,15 @@ use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
 use crate::machine::{Machine, hotplug};
-use crate::project::barrier::HOUSEHOLD;
+use crate::project::barrier::BACKGROUND;
 use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
-use crate::project::keeper::{Keeper, Names, PATIENCE, Part, Service};
+use crate::project::keeper::{ANSWER, Keeper, Names, Part, Service};
 use crate::project::owner::{Client, Owner};
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, Invitation};
 
-use seat::{Channels, Reach, Seat};
+use slot::{Channels, Reach, Slot};
 
 /// An accelerator of a running project.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ pub struct Accelerator {
     runs: Runs,
 }
 
-/// Where the server runs.
+/// The place in which the server runs.
 #[derive(Debug)]
 enum Runs {
     /// On the host.
@@ -59,12 +59,12 @@ enum Runs {
 struct Server {
     name: String,
     spec: AccelSpec,
-    /// Where workers of this host compile: gone with the accelerator.
+    /// The folder in which workers of this host compile. It is removed with the accelerator.
     scratch: Option<PathBuf>,
-    /// Held while a server is told of seats, which may take long; locked before the others.
+    /// Held while a server is told of slots, which may take long; locked before the others.
     telling: Mutex<()>,
-    seats: Mutex<BTreeMap<String, Seat>>,
-    /// It serves every seat.
+    slots: Mutex<BTreeMap<String, Slot>>,
+    /// It serves every slot.
     link: Mutex<Option<Arc<Mutex<Peer>>>>,
 }
 
@@ -84,17 +84,16 @@ fn ask<T: DeserializeOwned>(link: &Mutex<Peer>, request: &Request) -> anyhow::Re
     Ok(answer.into_result())
 }
 
-/// How long `ps` waits for a server.
+/// Time for a server to answer `ps`.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// What a server says of itself, where it answers soon: nobody waits long for what is only looked at. One that doesn't answer at all ends by
-/// [`ask`].
+/// A server's listing, if the server answers within [`LOOK`]. A server that never answers is ended by [`ask`].
 fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
     let (sender, answer) = mpsc::channel();
     let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
         // Another program can't go on with a server that owes an answer.
-        let _inside = HOUSEHOLD.enter("a question to the server of an accelerator");
-        // Nobody hears a late answer.
+        let _inside = BACKGROUND.enter("a question to the server of an accelerator");
+        // A late answer has no receiver.
         let _late = sender.send(ask(&link, &Request::Ls));
     });
     asking.ok()?;
@@ -109,10 +108,10 @@ impl Accelerator {
         let name = &self.server.name;
         let spec = compose.and_then(|c| c.accel.get(name)).unwrap_or(&self.server.spec);
         let mut settings = changes::value(spec);
-        for (vm, seat) in &*lock(&self.server.seats) {
-            // The place of a VM that no longer uses it is nobody's.
+        for (vm, slot) in &*lock(&self.server.slots) {
+            // The file says nothing of a VM that no longer uses the accelerator.
             let said = compose.and_then(|c| Some(c.vm.get(vm)?.accelerators.0.get(name)?.of(spec)));
-            settings[format!("vm.{vm}")] = changes::value(said.as_ref().unwrap_or(&seat.used));
+            settings[format!("vm.{vm}")] = changes::value(said.as_ref().unwrap_or(&slot.used));
         }
         settings
     }
@@ -132,45 +131,45 @@ impl Accelerator {
     /// Those of the zones.
     pub fn invite(&self, vm: &str) -> anyhow::Result<Vec<(String, Invitation)>> {
         let name = &self.server.name;
-        let mut seats = lock(&self.server.seats);
+        let mut slots = lock(&self.server.slots);
         if self.owner() != Some(vm) {
             let invitation =
-                seats.get(vm).map(|seat| seat.zone.invite(vm, &Default::default())).transpose()?;
+                slots.get(vm).map(|slot| slot.zone.invite(vm, &Default::default())).transpose()?;
             return Ok(invitation.map(|i| (name.clone(), i)).into_iter().collect());
         }
-        let invite = |(client, seat): (&String, &mut Seat)| {
-            let invitation = seat.zone.invite(vm, &Default::default())?;
-            seat.set_reach(Reach::There);
+        let invite = |(client, slot): (&String, &mut Slot)| {
+            let invitation = slot.zone.invite(vm, &Default::default())?;
+            slot.set_reach(Reach::There);
             Ok((format!("{name}.{client}"), invitation))
         };
-        seats.iter_mut().map(invite).collect()
+        slots.iter_mut().map(invite).collect()
     }
 
     /// A VM's QEMU has ended.
     pub fn gone(&self, vm: &str) {
         if self.owner() != Some(vm) {
-            let zone = lock(&self.server.seats).get(vm).map(|seat| seat.zone.clone());
+            let zone = lock(&self.server.slots).get(vm).map(|slot| slot.zone.clone());
             if let Some(zone) = zone {
                 zone.gone(vm);
             }
             return;
         }
-        for (client, seat) in &mut *lock(&self.server.seats) {
+        for (client, slot) in &mut *lock(&self.server.slots) {
             // From here on it can't write to the zone.
-            seat.zone.gone(vm);
-            if let Some(channels) = &mut seat.channels {
+            slot.zone.gone(vm);
+            if let Some(channels) = &mut slot.channels {
                 channels.reach = Reach::Apart;
                 channels.area.abandon();
-                seat.ring(client);
+                slot.ring(client);
             }
         }
     }
 
     /// Clears the channels that an owner's server is done with; called once a second.
     pub fn tend(&self) {
-        for (client, seat) in &*lock(&self.server.seats) {
-            match seat.channels.as_ref().map(|channels| channels.area.clear_done()) {
-                Some(Ok(true)) => seat.ring(client),
+        for (client, slot) in &*lock(&self.server.slots) {
+            match slot.channels.as_ref().map(|channels| channels.area.clear_done()) {
+                Some(Ok(true)) => slot.ring(client),
                 Some(Err(e)) => crate::say!("a channel of '{client}' can't be cleared: {e}"),
                 None | Some(Ok(false)) => {}
             }
@@ -180,13 +179,13 @@ impl Accelerator {
     /// Has the owner VM, which has just booted, serve its clients.
     ///
     /// # Errors
-    /// What its guest lacks.
+    /// The guest lacks something. Names it.
     pub fn serve(&self, machine: &Arc<Machine>) -> anyhow::Result<()> {
         let Runs::In(owner) = &self.runs else { return Ok(()) };
-        let clients: Vec<Client> = lock(&self.server.seats)
+        let clients: Vec<Client> = lock(&self.server.slots)
             .iter()
-            .filter(|(_, seat)| seat.reach().is_some_and(|reach| reach != Reach::Apart))
-            .map(|(vm, seat)| seat.client(vm))
+            .filter(|(_, slot)| slot.reach().is_some_and(|reach| reach != Reach::Apart))
+            .map(|(vm, slot)| slot.client(vm))
             .collect();
         let refused = owner.serve(&self.server.name, self.server.spec.unconfined, &clients, machine)?;
         for client in clients {
@@ -210,15 +209,15 @@ impl Accelerator {
     fn join(&self, owner: &Owner, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
         // One that doesn't run gets all zones when it is started.
         let Some(machine) = owner.serving() else { return Ok(()) };
-        // Nobody waits for a guest with the seats locked: the zones are tended meanwhile.
-        let waiting: Vec<String> = lock(&self.server.seats)
+        // The slots stay unlocked during the wait for the guest, since the zones are tended meanwhile.
+        let waiting: Vec<String> = lock(&self.server.slots)
             .iter()
-            .filter(|(vm, seat)| starting.contains(vm) && seat.reach().is_some_and(|r| r != Reach::Served))
+            .filter(|(vm, slot)| starting.contains(vm) && slot.reach().is_some_and(|r| r != Reach::Served))
             .map(|(vm, _)| vm.clone())
             .collect();
         for vm in waiting {
             self.plug(owner.vm(), &vm, &machine)?;
-            let Some(client) = lock(&self.server.seats).get(&vm).map(|seat| seat.client(&vm)) else {
+            let Some(client) = lock(&self.server.slots).get(&vm).map(|slot| slot.client(&vm)) else {
                 continue;
             };
             owner.join(&self.server.name, &client, &machine)?;
@@ -231,14 +230,14 @@ impl Accelerator {
     fn plug(&self, owner: &str, vm: &str, machine: &Machine) -> anyhow::Result<()> {
         let name = &self.server.name;
         let (zone, invitation) = {
-            let mut seats = lock(&self.server.seats);
-            let Some(seat) = seats.get_mut(vm).filter(|seat| seat.reach() == Some(Reach::Apart)) else {
+            let mut slots = lock(&self.server.slots);
+            let Some(slot) = slots.get_mut(vm).filter(|slot| slot.reach() == Some(Reach::Apart)) else {
                 return Ok(());
             };
-            let invitation = seat.zone.invite(owner, &Default::default())?;
+            let invitation = slot.zone.invite(owner, &Default::default())?;
             // Before it comes: if the owner ends meanwhile, that is told afterwards.
-            seat.set_reach(Reach::There);
-            (seat.zone.clone(), invitation)
+            slot.set_reach(Reach::There);
+            (slot.zone.clone(), invitation)
         };
         let plugged = machine.attach_device(&format!("accel.{name}.{vm}"), &invitation);
         if let Err(hotplug::Failure::Undone(_)) = &plugged {
@@ -251,14 +250,14 @@ impl Accelerator {
     }
 
     fn set_reach(&self, vm: &str, reach: Reach) {
-        if let Some(seat) = lock(&self.server.seats).get_mut(vm) {
-            seat.set_reach(reach);
+        if let Some(slot) = lock(&self.server.slots).get_mut(vm) {
+            slot.set_reach(reach);
         }
     }
 
     /// The zones of its VMs.
     pub fn zones(&self) -> Vec<Arc<HostZone>> {
-        lock(&self.server.seats).values().map(|seat| seat.zone.clone()).collect()
+        lock(&self.server.slots).values().map(|slot| slot.zone.clone()).collect()
     }
 
     /// Makes the device in a guest through its agent. False: the guest has no client library.
@@ -281,7 +280,7 @@ for icd in /etc/OpenCL/vendors/*.icd; do
 	break
 done"#;
         let vm = machine.name();
-        let uuid = lock(&self.server.seats).get(vm).map(|seat| seat.zone.uuid());
+        let uuid = lock(&self.server.slots).get(vm).map(|slot| slot.zone.uuid());
         let uuid = uuid.with_context(|| format!("the VM '{vm}' has no place at '{}'", self.server.name))?;
         let identity = uuid.replace('-', "");
         let output = exec::script(
@@ -305,8 +304,8 @@ done"#;
             ),
         }
         let library = output.out.trim() == "yes";
-        if let Some(seat) = lock(&self.server.seats).get_mut(vm) {
-            seat.library = Some(library);
+        if let Some(slot) = lock(&self.server.slots).get_mut(vm) {
+            slot.library = Some(library);
         }
         Ok(library)
     }
@@ -329,9 +328,9 @@ done"#;
             }
         };
         let tenants = server.as_ref().map(|s| s.tenants.as_slice()).unwrap_or_default();
-        let vms = lock(&self.server.seats)
+        let vms = lock(&self.server.slots)
             .iter()
-            .map(|(vm, seat)| {
+            .map(|(vm, slot)| {
                 let via = format!("vm:{vm}");
                 let own: Vec<&Tenant> = tenants.iter().filter(|t| t.via == via).collect();
                 AccelVm {
@@ -339,11 +338,11 @@ done"#;
                     clients: own.len(),
                     memory: own.iter().map(|t| t.memory).sum(),
                     objects: own.iter().map(|t| t.objects).sum(),
-                    served: match &seat.channels {
+                    served: match &slot.channels {
                         Some(channels) => channels.area.is_served(),
-                        None => seat.served == Some(true),
+                        None => slot.served == Some(true),
                     },
-                    library: seat.library,
+                    library: slot.library,
                 }
             })
             .collect::<Vec<AccelVm>>();
@@ -386,10 +385,10 @@ impl Part for Accelerator {
                 spec,
                 scratch: None,
                 telling: Mutex::default(),
-                seats: Mutex::default(),
+                slots: Mutex::default(),
                 link: Mutex::default(),
             };
-            server.seat(project)?;
+            server.add_slots(project)?;
             return Ok(Accelerator {
                 server: Arc::new(server),
                 runs: Runs::In(Arc::new(Owner::new(&owner))),
@@ -405,27 +404,27 @@ impl Part for Accelerator {
             spec,
             scratch: Some(scratch),
             telling: Mutex::default(),
-            seats: Mutex::default(),
+            slots: Mutex::default(),
             link: Mutex::default(),
         });
-        server.seat(project)?;
+        server.add_slots(project)?;
         let keeper = Keeper::start(names(name, dir), server.clone())?;
         keeper.wait_ready()?;
         Ok(Accelerator { server, runs: Runs::Here(keeper) })
     }
 
-    /// Makes places for VMs that the compose file has now and had not before, and waits until they are served.
+    /// Adds slots for VMs that the compose file has now and had not before, and waits until they are served.
     ///
     /// # Errors
     /// The server's own words.
     fn extend(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<()> {
-        let seated = self.server.seat(project);
+        let added = self.server.add_slots(project);
         match &self.runs {
             Runs::Here(keeper) => {
-                seated.map_err(|why| keeper.failure(&format!("{why:#}")))?;
+                added.map_err(|why| keeper.failure(&format!("{why:#}")))?;
                 keeper.wait_ready()
             }
-            Runs::In(owner) => seated.and_then(|()| self.join(owner, starting)),
+            Runs::In(owner) => added.and_then(|()| self.join(owner, starting)),
         }
     }
 }
@@ -441,14 +440,14 @@ impl Drop for Accelerator {
     }
 }
 
-/// Where the workers of an accelerator compile.
+/// The folder in which the workers of an accelerator compile.
 pub fn scratch(file: &Path, name: &str) -> PathBuf {
     let of = format!("{}\n{name}", file.display());
     let hash = crate::project::state::hash(of.as_bytes()) & 0xffff_ffff;
     std::env::temp_dir().join(format!("tombolo-accel-{hash:08x}"))
 }
 
-/// What the host's OpenCL has to offer, a line each.
+/// The devices of the host's OpenCL, a line each.
 ///
 /// # Errors
 /// That there is nothing, and what to do.
@@ -479,12 +478,12 @@ fn remove(folder: &Path) {
 }
 
 impl Server {
-    /// Makes places for VMs that have none yet.
-    fn seat(&self, project: &Project) -> anyhow::Result<()> {
+    /// Adds slots for VMs that have none yet.
+    fn add_slots(&self, project: &Project) -> anyhow::Result<()> {
         let _telling = lock(&self.telling);
         for (vm, spec) in &project.compose.vm {
             let Some(used) = spec.accelerators.0.get(&self.name) else { continue };
-            if lock(&self.seats).contains_key(vm) {
+            if lock(&self.slots).contains_key(vm) {
                 continue;
             }
             let used = used.of(&self.spec);
@@ -496,14 +495,14 @@ impl Server {
             } else {
                 None
             };
-            let mut seat = Seat { zone: Arc::new(zone), used, served: None, library: None, channels };
+            let mut slot = Slot { zone: Arc::new(zone), used, served: None, library: None, channels };
             let link = lock(&self.link).clone();
             if let Some(link) = link {
-                ask::<()>(&link, &seat.request(vm))?.map_err(anyhow::Error::msg)?;
-                seat.served = Some(true);
+                ask::<()>(&link, &slot.request(vm))?.map_err(anyhow::Error::msg)?;
+                slot.served = Some(true);
             }
             // A server that is about to be started is told of it then.
-            lock(&self.seats).insert(vm.clone(), seat);
+            lock(&self.slots).insert(vm.clone(), slot);
         }
         Ok(())
     }
@@ -515,7 +514,7 @@ impl Service for Server {
     /// The server dies with the thread that starts it.
     fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Peer)> {
         let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(PATIENCE))?;
+        ours.set_read_timeout(Some(ANSWER))?;
         let mut command = crate::child::own_program();
         command.args(["accel", "serve", "--overseen"]);
         if let Some(scratch) = &self.scratch {
@@ -539,11 +538,11 @@ impl Service for Server {
     fn begin(&self, link: Peer) -> anyhow::Result<()> {
         let _telling = lock(&self.telling);
         let link = Arc::new(Mutex::new(link));
-        let seats: Vec<_> = lock(&self.seats)
+        let slots: Vec<_> = lock(&self.slots)
             .iter()
-            .map(|(vm, seat)| (vm.clone(), seat.request(vm), seat.served.is_some()))
+            .map(|(vm, slot)| (vm.clone(), slot.request(vm), slot.served.is_some()))
             .collect();
-        for (vm, request, known) in seats {
+        for (vm, request, known) in slots {
             let served = match ask::<()>(&link, &request)? {
                 Ok(()) => true,
                 Err(why) if known => {
@@ -552,8 +551,8 @@ impl Service for Server {
                 }
                 Err(why) => anyhow::bail!("{why}"),
             };
-            if let Some(seat) = lock(&self.seats).get_mut(&vm) {
-                seat.served = Some(served);
+            if let Some(slot) = lock(&self.slots).get_mut(&vm) {
+                slot.served = Some(served);
             }
         }
         *lock(&self.link) = Some(link);
@@ -563,8 +562,8 @@ impl Service for Server {
     fn ended(&self) {
         *lock(&self.link) = None;
         // The zones are free for the next one when its membership has ended.
-        for seat in lock(&self.seats).values() {
-            if let Err(e) = seat.zone.tend() {
+        for slot in lock(&self.slots).values() {
+            if let Err(e) = slot.zone.tend() {
                 crate::say!("{e:#}");
             }
         }
@@ -572,7 +571,7 @@ impl Service for Server {
 }
 
 mod handover;
-mod seat;
+mod slot;
 pub use handover::AcceleratorState;
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Barriers in front of what must not be cut in two when this process becomes another program. Whoever does such a thing is inside of a
-//! barrier meanwhile; a barrier that is closed has nobody inside, and lets nobody in.
+//! Barriers around work that an upgrade of this process must not interrupt. A thread enters a barrier for the time of such work. A closed
+//! barrier has no thread inside, and a thread that enters waits until it is open.
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,9 +8,9 @@ use std::time::Duration;
 
 /// Requests of commands, from accept to answer.
 pub static REQUESTS: Barrier = Barrier::new();
-/// What the supervisor does by itself: it hears monitors and consoles, tends zones, notes the end of a process. Whoever is inside waits for
-/// nothing that takes long, least of all for somebody who enters.
-pub static HOUSEHOLD: Barrier = Barrier::new();
+/// Work of the supervisor that no command asked for: it hears monitors and consoles, tends zones, notes the end of a process. A thread
+/// inside waits for nothing that takes long, and for no other thread that enters.
+pub static BACKGROUND: Barrier = Barrier::new();
 
 /// A barrier; see the module.
 #[derive(Debug)]
@@ -22,12 +22,12 @@ pub struct Barrier {
 #[derive(Debug)]
 struct State {
     closed: bool,
-    /// What those inside do.
+    /// The activities inside, in words.
     inside: BTreeMap<u64, String>,
     entered: u64,
 }
 
-/// Somebody is inside until this is dropped.
+/// A thread's stay inside, until this is dropped.
 #[derive(Debug)]
 pub struct Inside {
     barrier: &'static Barrier,
@@ -48,7 +48,7 @@ impl Barrier {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the barrier is open, and enters; `what` is for whoever waits for its end.
+    /// Waits until the barrier is open, and enters. `what` names the work, for a thread that waits for its end.
     pub fn enter(&'static self, what: &str) -> Inside {
         let mut state = self
             .changed
@@ -60,10 +60,10 @@ impl Barrier {
         Inside { barrier: self, number }
     }
 
-    /// Lets nobody in any more and waits until nobody is inside.
+    /// Closes the barrier and waits until no thread is inside.
     ///
     /// # Errors
-    /// What those do who are still inside at the limit; the barrier is open again then.
+    /// A thread is still inside at the limit. Names its activity; the barrier is open again.
     pub fn close(&'static self, limit: Duration) -> Result<Closed, Vec<String>> {
         let mut state = self
             .changed

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `up` and `restart` do: the difference between what runs and what the compose file says, as a list of actions.
+//! The actions of `up` and `restart`: the difference between the running project and the compose file.
 //!
 //! [`plan`] is a pure function. `up` carries its list out, `up --dry-run` prints it. Every part that runs or is declared has an action, so no
 //! change is ignored without a word: what `up` can't apply to a running part is [`Action::Wait`], what the file no longer declares is
@@ -30,7 +30,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// What messages call it.
+    /// The name in messages.
     pub fn word(self) -> &'static str {
         match self {
             Kind::Zone => "zone",
@@ -56,13 +56,13 @@ impl Kind {
 pub struct Change {
     /// The key of the part's table.
     pub key: String,
-    /// What holds for the running part; null: nothing was said.
+    /// The value of the running part; null: none was given.
     pub from: Value,
-    /// What the file says now; null: nothing.
+    /// The value in the file; null: none.
     pub to: Value,
 }
 
-/// What is done with one part, or why nothing is.
+/// An action on one part, or the reason for none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "action", rename_all = "snake_case")]
 pub enum Action {
@@ -79,7 +79,7 @@ pub enum Action {
     Replace {
         kind: Kind,
         name: String,
-        /// What differs.
+        /// The differences.
         changes: Vec<Change>,
     },
     /// A part is started.
@@ -87,7 +87,7 @@ pub enum Action {
     /// A VM is stopped and started as the file says now.
     Restart {
         name: String,
-        /// What differs.
+        /// The differences.
         changes: Vec<Change>,
     },
     /// A part runs as the file says.
@@ -97,7 +97,7 @@ pub enum Action {
     Wait {
         kind: Kind,
         name: String,
-        /// What differs.
+        /// The differences.
         changes: Vec<Change>,
         /// The VMs.
         restart: Vec<String>,
@@ -106,12 +106,12 @@ pub enum Action {
     Orphan {
         kind: Kind,
         name: String,
-        /// Who uses it.
+        /// The VMs that use it.
         users: Vec<String>,
     },
 }
 
-/// What a command asks for.
+/// The options of the command.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wish {
     /// These VMs only; empty: all.
@@ -169,7 +169,7 @@ pub struct Side {
 }
 
 impl Side {
-    /// What a compose file declares.
+    /// The parts that a compose file declares.
     pub fn declared(project: &str, compose: &Compose) -> Side {
         Side {
             project: project.to_owned(),
@@ -194,7 +194,7 @@ impl Side {
         }
     }
 
-    /// Whether a VM uses a part, or owns it.
+    /// Returns whether a VM uses a part, or owns it.
     fn uses(&self, vm: &str, kind: Kind, name: &str) -> bool {
         let used = self.vms.get(vm).is_some_and(|settings| settings[kind.key()].get(name).is_some());
         let owner = self.parts(kind).get(name).filter(|_| kind == Kind::Accelerator).map(|part| &part["vm"]);
@@ -229,7 +229,7 @@ pub fn changes(from: &Value, to: &Value) -> Vec<Change> {
     differs.map(|key| Change { from: from[&key].clone(), to: to[&key].clone(), key }).collect()
 }
 
-/// What is to be done to get from `running` to `wanted`, in the order in which it is done.
+/// The actions that lead from `running` to `wanted`, in their order.
 pub fn plan(running: &Side, wanted: &Side, wish: &Wish) -> Vec<Action> {
     let mut actions = Vec::new();
     if running.project != wanted.project && !running.vms.is_empty() {
@@ -286,7 +286,7 @@ fn part(
     Some(if changes.is_empty() {
         Action::Keep { kind, name }
     } else if kind == Kind::Zone {
-        // What is in a zone is not lost without an explicit 'down'.
+        // The content of a zone is not lost without an explicit 'down'.
         Action::Wait { kind, name, changes, restart: Vec::new() }
     } else if users.is_empty() {
         Action::Replace { kind, name, changes }
@@ -304,7 +304,7 @@ fn orphan(kind: Kind, name: &str, users: Vec<String>, remove: bool) -> Action {
     }
 }
 
-/// Which VMs stop and start.
+/// The VMs that stop and start.
 struct Moves {
     stopped: BTreeSet<String>,
     started: BTreeSet<String>,
@@ -328,7 +328,7 @@ impl Moves {
     }
 }
 
-/// Who uses a running part and goes on running.
+/// The VMs that use a running part and go on running.
 fn users(running: &Side, moves: &Moves, kind: Kind, name: &str) -> Vec<String> {
     let vms = running.vms.keys().filter(|vm| running.uses(vm, kind, name));
     let members = running.members.get(name).filter(|_| kind == Kind::Zone).into_iter().flatten();
@@ -353,12 +353,12 @@ impl Action {
         }
     }
 
-    /// Whether it changes anything.
+    /// Returns whether it changes anything.
     pub fn acts(&self) -> bool {
         !matches!(self, Action::Keep { .. } | Action::Wait { .. } | Action::Orphan { .. })
     }
 
-    /// Whether the user has to know of it, beside the stages of VMs that `up` reports.
+    /// Returns whether the user has to know of it, beside the stages of VMs that `up` reports.
     pub fn is_news(&self) -> bool {
         !matches!(self, Action::Keep { .. } | Action::Start { .. } | Action::Restart { .. })
     }

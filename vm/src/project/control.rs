@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the commands and the supervisor say to each other: one JSON object per line over a Unix socket (see [`crate::project::peer`]). A
+//! The protocol of commands and supervisor: one JSON object per line over a Unix socket (see [`crate::project::peer`]). A
 //! connection carries one request; the supervisor answers `heard` at once, then a row of events that ends with `done` or `failed`. A
 //! request without `heard` was not begun. Closing the connection cancels the request.
 
@@ -14,7 +14,7 @@ use crate::guest::terminal::{Size, Terminal};
 use crate::project::changes::{Action, Wish};
 use crate::project::journal;
 
-/// What a command asks.
+/// A request of a command.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
 pub enum Request {
@@ -27,13 +27,13 @@ pub enum Request {
         #[serde(default)]
         wait: bool,
     },
-    /// What `up` would do.
+    /// Answer with the actions of `up`, and carry out none.
     Plan {
         /// The compose file.
         project: Box<Project>,
         wish: Wish,
     },
-    /// What happened since a time, and what happens from now on.
+    /// Send state changes: those since a time, and those to come.
     Events {
         /// Unix time in seconds; none: from now on.
         since: Option<f64>,
@@ -43,7 +43,7 @@ pub enum Request {
         /// Names.
         vms: Vec<String>,
     },
-    /// What runs.
+    /// Answer with the state of the project.
     Ps,
     /// Keep the connection open for as long as the supervisor lives.
     Attend,
@@ -56,7 +56,7 @@ pub enum Request {
         env: Vec<String>,
         /// Working folder.
         dir: Option<String>,
-        /// Whether input follows.
+        /// Input follows.
         input: bool,
         /// Run it on a terminal like this one.
         #[serde(default)]
@@ -69,7 +69,7 @@ pub enum Request {
         zone: String,
         vm: String,
         rights: Rights,
-        /// Where to mount the zone's file system.
+        /// The mount point of the zone's file system.
         mount: Option<String>,
     },
     /// End a VM's membership.
@@ -78,13 +78,13 @@ pub enum Request {
     Upgrade {
         /// The program; none: the client's own.
         program: Option<PathBuf>,
-        /// How long requests that are being carried out are waited for.
+        /// Time for running requests to end.
         seconds: u64,
     },
 }
 
 impl Request {
-    /// What it is called where another one waits for its end.
+    /// The name of the request, for another one that waits for its end.
     pub fn what(&self) -> String {
         match self {
             Request::Up { .. } => "up".into(),
@@ -104,7 +104,7 @@ impl Request {
     }
 }
 
-/// What follows an `exec` with input.
+/// A message that follows an `exec` with input.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Feed {
@@ -116,7 +116,7 @@ pub enum Feed {
     End,
 }
 
-/// What the supervisor answers.
+/// A part of the supervisor's answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
@@ -139,7 +139,7 @@ pub enum Event {
         /// One sentence.
         text: String,
     },
-    /// What `up` does with a part.
+    /// An action of `up`.
     Action(Action),
     /// The answer to `plan`.
     Plan {
@@ -170,7 +170,7 @@ pub enum Event {
     Done,
     /// It is not done, and nothing of it is left behind.
     Failed {
-        /// What, where, and what to do.
+        /// The reason and the remedy.
         message: String,
     },
     /// Another supervisor was faster.
@@ -249,26 +249,26 @@ pub struct VmStatus {
     pub zones: Vec<String>,
     /// Seconds since its start, or since its last reboot.
     pub uptime: f64,
-    /// How often the guest has rebooted since 'up'.
+    /// Reboots of the guest since 'up'.
     pub reboots: u32,
-    /// How often its restart policy has started it again since 'up'.
+    /// Starts by the restart policy since 'up'.
     #[serde(default)]
     pub restarts: u32,
-    /// What its health check says, where it has one.
+    /// The result of the health check; `None`: the VM has none.
     #[serde(default)]
     pub health: Option<Health>,
-    /// Who of it does not answer, and what to do.
+    /// The process of the VM that does not answer, and the remedy.
     #[serde(default)]
     pub trouble: Option<String>,
     /// When it reached what, in seconds from its start.
     pub timeline: Vec<(String, f64)>,
-    /// Folders of the host that it is offered; empty where nobody has asked its guest.
+    /// Folders of the host that it is offered; empty until its guest was asked.
     #[serde(default)]
     pub shares: Vec<ShareStatus>,
-    /// How far its memory is, where it grows.
+    /// Progress of memory that grows.
     #[serde(default)]
     pub growth: Option<tombolo_start::progress::Progress>,
-    /// Where it lies on the host, where the compose file says so.
+    /// The part of the host that it lies on, with `topology`.
     #[serde(default)]
     pub placement: Option<crate::machine::placement::Placement>,
 }
@@ -295,14 +295,14 @@ pub struct ZoneStatus {
     pub backing: String,
     /// Its identity.
     pub uuid: String,
-    /// Where other processes of this host open its memory.
+    /// The path at which other processes of this host open its memory.
     pub path: String,
     /// The same under the zone's own name, for as long as the project's folder is there.
     #[serde(default)]
     pub link: std::path::PathBuf,
-    /// Who is in it: VMs, and processes of the host.
+    /// Its members: VMs, and processes of the host.
     pub members: Vec<String>,
-    /// Somebody has cut its file short.
+    /// Its file was cut short while it was in use.
     #[serde(default)]
     pub lost: bool,
 }
@@ -311,13 +311,13 @@ pub struct ZoneStatus {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NetStatus {
     pub name: String,
-    /// Where frames go that are for no VM.
+    /// The network outside.
     pub uplink: Option<String>,
     /// Addresses of its VMs.
     pub subnet: Option<String>,
     /// Process of its switch; none while that is being started again.
     pub pid: Option<u32>,
-    /// How often the switch was started.
+    /// The number of starts of the switch.
     pub starts: u32,
     /// That the switch does not answer, and what to do.
     #[serde(default)]
@@ -350,11 +350,11 @@ pub struct AccelStatus {
     pub owner: Option<String>,
     /// Process of its server on this host; none while that is being started again.
     pub pid: Option<u32>,
-    /// How often the server was started.
+    /// The number of starts of the server.
     pub starts: u32,
-    /// Who may use it.
+    /// The VMs that may use it.
     pub vms: Vec<AccelVm>,
-    /// What the server itself says, as in `tombolo accel ls`.
+    /// The server's listing, as in `tombolo accel ls`.
     pub server: Option<tombolo_control::accel::Listing>,
 }
 
@@ -367,8 +367,8 @@ pub struct AccelVm {
     pub memory: u64,
     /// Objects that they have.
     pub objects: u64,
-    /// Whether its programs are served.
+    /// Its programs are served.
     pub served: bool,
-    /// Whether its guest had the client library when it came up, where somebody looked.
+    /// The guest had the client library when it came up; `None`: not known.
     pub library: Option<bool>,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happened in this process's project: the state changes of VMs, networks and accelerators, for `tombolo events`. The last
+//! The journal of this process' project: state changes of VMs, networks and accelerators, for `tombolo events`. The last
 //! [`LIMIT`] are kept in memory.
 
 use std::collections::VecDeque;
@@ -15,9 +15,9 @@ use crate::project::changes::Kind;
 pub const LIMIT: usize = 4096;
 /// Bytes of a detail that are kept.
 const DETAIL_MAX: usize = 1000;
-/// How often a follower looks whether its client has gone.
+/// The pause between two checks whether its client has gone.
 const LOOK: Duration = Duration::from_millis(200);
-/// How long the end of this process waits for followers to pass on the last entries.
+/// Time for followers to pass on the last entries when this process ends.
 const FLUSH: Duration = Duration::from_secs(1);
 
 /// A part came to a state.
@@ -30,7 +30,7 @@ pub struct Entry {
     pub name: String,
     /// The state: of a VM as in `ps`, of a network and an accelerator "up" or "ended".
     pub state: String,
-    /// How it came to that, where that is known.
+    /// The cause, if it is known.
     pub detail: String,
 }
 
@@ -88,7 +88,7 @@ pub fn record(kind: Kind, name: &str, state: &str, detail: &str) {
     OWN.record(kind, name, state, detail);
 }
 
-/// Where a follower of this process's journal begins.
+/// The first entry for a follower of this process's journal.
 #[derive(Clone, Copy, Debug)]
 pub enum Since {
     Now,
@@ -166,7 +166,7 @@ impl Journal {
             let numbers = next.max(ring.first) + 1..;
             next = ring.first + ring.entries.len() as u64;
             let closed = ring.closed;
-            // A client that does not read holds nobody up.
+            // A client that does not read delays no other.
             drop(ring);
             let goes_on =
                 new.iter().zip(numbers).all(|entry| send(Some(entry))) && (!new.is_empty() || send(None));

@@ -17,13 +17,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::child::{Guarded, Handle};
 use crate::compose::{Compose, Project, VmSpec};
-use crate::project::barrier::HOUSEHOLD;
+use crate::project::barrier::BACKGROUND;
 use crate::project::changes::Kind;
 use crate::project::journal;
 
-/// How long a process may take to answer.
-pub const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a process may take to end before it is killed.
+/// Time for a process to answer.
+pub const ANSWER: Duration = Duration::from_secs(10);
+/// Time for a process to end before it is killed.
 pub const ENDING: Duration = Duration::from_secs(3);
 /// The longest pause before one that died is started again.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -32,9 +32,9 @@ const SETTLED: Duration = Duration::from_secs(2);
 /// Lines of its log in an error.
 const LAST_LINES: usize = 8;
 
-/// What is kept running.
+/// A service whose process is kept running.
 pub trait Service: Send + Sync + 'static {
-    /// What is had of a new process beside itself.
+    /// The connection to a new process.
     type Link;
 
     /// Starts the process; what it says goes to `log`.
@@ -53,7 +53,7 @@ pub trait Service: Send + Sync + 'static {
     fn ended(&self);
 }
 
-/// What VMs of a project use together, served by a process of its own.
+/// A network or an accelerator: VMs of a project share it, and a process of its own serves it.
 pub trait Part: Sized {
     /// Names of those that a VM of the project uses, or serves.
     fn used_by<'a>(
@@ -89,28 +89,28 @@ struct Shared {
     changed: Condvar,
 }
 
-/// What the next program of this process needs to keep the process running.
+/// The state of a keeper that goes over to the next program.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct KeeperState {
     pid: Option<u32>,
     starts: u32,
 }
 
-/// What messages call it.
+/// The name in messages.
 #[derive(Debug)]
 pub struct Names {
     /// The kind of what it serves.
     pub kind: Kind,
     /// The name of what it serves.
     pub name: String,
-    /// What it is: `switch`.
+    /// The kind of the process: `switch`.
     pub process: &'static str,
-    /// Where it says what it does.
+    /// The path of its log.
     pub log: PathBuf,
 }
 
 impl Names {
-    /// Whose it is: `network 'lan'`.
+    /// The part that it serves: `network 'lan'`.
     fn owner(&self) -> String {
         format!("{} '{}'", self.kind.word(), self.name)
     }
@@ -173,7 +173,7 @@ impl Keeper {
         Ok(Keeper { shared, watcher: Mutex::new(Some(watcher)) })
     }
 
-    /// What the next program needs; nobody is in the household.
+    /// Returns the state for the next program. The caller has closed `BACKGROUND`.
     pub fn hand_over(&self) -> KeeperState {
         let (pid, starts) = self.process();
         KeeperState { pid, starts }
@@ -196,19 +196,19 @@ impl Keeper {
         let (state, _) = self
             .shared
             .changed
-            .wait_timeout_while(state, PATIENCE, waits)
+            .wait_timeout_while(state, ANSWER, waits)
             .unwrap_or_else(PoisonError::into_inner);
         match &state.trouble {
             _ if state.ready => Ok(()),
             Some(trouble) => Err(self.failure(trouble)),
             None => {
                 let process = self.shared.names.process;
-                Err(self.failure(&format!("its {process} does not answer within {} s", PATIENCE.as_secs())))
+                Err(self.failure(&format!("its {process} does not answer within {} s", ANSWER.as_secs())))
             }
         }
     }
 
-    /// What failed, with the last lines of the log.
+    /// An error with the last lines of the log.
     pub fn failure(&self, what: &str) -> anyhow::Error {
         let mut text = format!("the {} failed: {what}", self.shared.names.owner());
         let log = std::fs::read_to_string(&self.shared.names.log).unwrap_or_default();
@@ -279,7 +279,7 @@ impl Shared {
                         return;
                     }
                     // A process that is started and does not know yet what it must is nothing that another program could go on with.
-                    let inside = HOUSEHOLD.enter(&format!("a start for the {}", self.names.owner()));
+                    let inside = BACKGROUND.enter(&format!("a start for the {}", self.names.owner()));
                     match self.launch(service) {
                         Ok(None) => return,
                         Ok(Some((process, trouble))) => {
@@ -326,7 +326,7 @@ impl Shared {
         Ok(Some((process, trouble)))
     }
 
-    /// Waits for the end of a process; what is returned says why it ended, where nobody wanted that.
+    /// Waits for the end of a process. Returns its cause, unless the process was told to end.
     fn see_out<S: Service>(
         &self,
         service: &S,
@@ -334,7 +334,7 @@ impl Shared {
         trouble: Option<anyhow::Error>,
     ) -> Option<String> {
         process.wait_end();
-        let _inside = HOUSEHOLD.enter(&format!("the end of a process of the {}", self.names.owner()));
+        let _inside = BACKGROUND.enter(&format!("the end of a process of the {}", self.names.owner()));
         let how = process.wait();
         service.ended();
         let mut state = self.lock();
@@ -414,7 +414,7 @@ mod tests {
         rustix::process::kill_process(pid, Signal::KILL).unwrap();
         let state = keeper.shared.lock();
         let same = |s: &mut State| !s.ready || s.process.as_ref().is_none_or(|(_, pid)| *pid == first);
-        let (state, late) = keeper.shared.changed.wait_timeout_while(state, PATIENCE, same).unwrap();
+        let (state, late) = keeper.shared.changed.wait_timeout_while(state, ANSWER, same).unwrap();
         assert!(!late.timed_out() && state.starts == 2);
         drop(state);
         keeper.stop();

@@ -16,93 +16,26 @@ use anyhow::Context;
 use rustix::process::Signal;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
+use tombolo_control::net::config::UplinkConfig;
 use tombolo_control::net::{Answer, Done, Ports, Request};
 use tombolo_control::socket;
 
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
-use crate::compose::ports::{self, Forward, Protocol};
+use crate::compose::ports::{self, Forward};
 use crate::compose::{Compose, Project, VmSpec};
-use crate::guest::agent::Agent;
-use crate::guest::exec;
 use crate::project::changes::{self, Kind};
-use crate::project::keeper::{Keeper, KeeperState, Names, PATIENCE, Part, Service};
+use crate::project::keeper::{ANSWER, Keeper, KeeperState, Names, Part, Service};
+use config::Port;
+
+mod config;
+mod nic;
+
+pub use nic::Nic;
 
 /// Longest path of a Unix socket, in bytes.
 const SOCKET_MAX: usize = 107;
-
-/// A VM's device in a network.
-#[derive(Clone, Debug)]
-pub struct Nic {
-    /// The network.
-    pub net: String,
-    /// Where QEMU connects.
-    pub socket: PathBuf,
-    /// MAC and address.
-    pub lease: Lease,
-    /// Queue pairs.
-    pub queues: u32,
-    /// Largest IP packet.
-    pub mtu: u16,
-    /// Way out of the subnet.
-    pub gateway: Option<std::net::Ipv4Addr>,
-    /// Names of the network's VMs that have an address.
-    pub names: Vec<(String, std::net::Ipv4Addr)>,
-}
-
-impl Nic {
-    /// Sets the address of the guest's device through its agent, and tells the guest the names of the others.
-    ///
-    /// # Errors
-    /// The guest's own words.
-    pub fn set_address(&self, vm: &str, agent: &Agent) -> anyhow::Result<()> {
-        const SET: &str = r##"for nic in /sys/class/net/*; do
-	[ -e "$nic/device" ] && [ "$(cat "$nic/address")" = "$1" ] && break
-	nic=
-done
-[ "$nic" ] || { uname -r; exit 3; }
-nic=${nic##*/}
-ip link set dev "$nic" mtu "$2" up || exit 1
-case $3 in
-	dhcp) [ ! -e /etc/udhcpc ] || udhcpc -n -q -t 10 -i "$nic" -s /etc/udhcpc || exit 1 ;;
-	none) exit ;;
-	*)
-		ip -4 addr flush dev "$nic" && ip addr add "$3" brd + dev "$nic" || exit 1
-		[ -z "$4" ] || ip route replace default via "$4" || exit 1 ;;
-esac
-[ $# -gt 5 ] || exit 0
-net=$5 hosts=$(sed "/# tombolo $5\$/d" /etc/hosts)
-shift 5
-{ echo "$hosts"; for line; do echo "$line # tombolo $net"; done; } >/etc/hosts"##;
-        let address = match self.lease.address {
-            _ if self.lease.dhcp => "dhcp".to_owned(),
-            Some((ip, prefix)) => format!("{ip}/{prefix}"),
-            None => "none".to_owned(),
-        };
-        let mut args = vec![self.lease.mac.to_string(), self.mtu.to_string(), address];
-        args.push(self.gateway.map(|g| g.to_string()).unwrap_or_default());
-        args.push(self.net.clone());
-        args.extend(self.names.iter().map(|(name, ip)| format!("{ip} {name} {name}.{}", self.net)));
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        let output = exec::script(agent, SET, &args, Duration::from_secs(60))?;
-        match output.code {
-            0 => Ok(()),
-            3 => anyhow::bail!(
-                "the VM '{}' sees no network device {}: its kernel {} may lack virtio_net",
-                vm,
-                self.lease.mac,
-                output.out.trim()
-            ),
-            code => anyhow::bail!(
-                "the VM '{}' can't set its address in the network '{}' (code {code}): {}",
-                vm,
-                self.net,
-                output.err.trim()
-            ),
-        }
-    }
-}
 
 /// A network of a running project.
 #[derive(Debug)]
@@ -111,20 +44,20 @@ pub struct Network {
     keeper: Keeper,
 }
 
-/// What the next program of this process needs to go on with a network.
+/// The state of a network that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NetworkState {
     name: String,
     spec: NetSpec,
     forwards: Vec<Forward>,
     dir: PathBuf,
-    ports: BTreeMap<String, (Value, Lease)>,
+    ports: BTreeMap<String, (Port, Lease)>,
     switch: KeeperState,
 }
 
 /// A port that the switch is to be told of.
 struct NewPort {
-    port: Value,
+    port: Port,
     /// A port of this name is there already.
     replaces: bool,
 }
@@ -138,11 +71,11 @@ struct Switch {
     forwards: Vec<Forward>,
     /// The project's folder.
     dir: PathBuf,
-    ports: Mutex<BTreeMap<String, (Value, Lease)>>,
+    ports: Mutex<BTreeMap<String, (Port, Lease)>>,
 }
 
 impl Network {
-    /// What the next program needs; nobody is in the household.
+    /// Returns the state for the next program. The caller has closed `BACKGROUND`.
     pub fn hand_over(&self) -> NetworkState {
         let switch = &self.switch;
         NetworkState {
@@ -166,7 +99,7 @@ impl Network {
         Ok(Network { switch, keeper })
     }
 
-    /// What the compose file said of it.
+    /// The network's table of the compose file, as it was when the switch was started.
     pub fn spec(&self) -> &NetSpec {
         &self.switch.spec
     }
@@ -181,7 +114,7 @@ impl Network {
         self.switch.control()
     }
 
-    /// What its switch said.
+    /// The path of its switch's log.
     pub fn log(&self) -> PathBuf {
         self.switch.log()
     }
@@ -198,7 +131,7 @@ impl Network {
 
     /// Waits until the switch answers and has all that it was told to have.
     fn wait_ready(&self) -> anyhow::Result<()> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + ANSWER;
         let answer = loop {
             match self.switch.ask::<Ports>(&Request::Ports) {
                 Ok(answer) => break answer,
@@ -210,7 +143,7 @@ impl Network {
             }
         };
         let there: Vec<&str> = answer.ports.iter().map(|p| p.name.as_str()).collect();
-        let uplink = self.switch.spec.uplink.as_ref().map(|_| "uplink".to_owned());
+        let uplink = self.switch.spec.uplink.as_ref().map(|_| config::UPLINK.to_owned());
         for wanted in self.switch.ports().keys().cloned().chain(uplink) {
             if !there.contains(&wanted.as_str()) {
                 return Err(self.keeper.failure(&format!("its switch can't have '{wanted}'")));
@@ -226,9 +159,9 @@ impl Network {
         let names = ports.iter().filter_map(|(vm, (_, lease))| Some((vm.clone(), lease.address?.0)));
         Some(Nic {
             net: self.switch.name.clone(),
-            socket: port["socket"].as_str()?.into(),
+            socket: port.socket.clone(),
             lease: lease.clone(),
-            queues: port["queues"].as_u64().and_then(|q| u32::try_from(q).ok())?,
+            queues: port.queues,
             mtu: self.switch.spec.mtu.unwrap_or(1500),
             gateway: self.switch.spec.gateway,
             names: names.collect(),
@@ -278,7 +211,7 @@ impl Part for Network {
         self.switch.write_config()?;
         for NewPort { port, replaces } in new {
             if replaces {
-                let name = port["name"].as_str().unwrap_or_default().to_owned();
+                let name = port.name.clone();
                 self.switch.ask::<Done>(&Request::Remove { name })?;
             }
             self.switch.ask::<Done>(&Request::Add { port })?;
@@ -312,7 +245,7 @@ impl Switch {
         self.dir.join(format!("{}.switch", self.name))
     }
 
-    fn ports(&self) -> MutexGuard<'_, BTreeMap<String, (Value, Lease)>> {
+    fn ports(&self) -> MutexGuard<'_, BTreeMap<String, (Port, Lease)>> {
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -323,7 +256,7 @@ impl Switch {
     /// Plans the ports of VMs that have none, and anew those of VMs in `starting`; what is returned is not yet the switch's.
     fn plan(&self, project: &Project, starting: &BTreeSet<&String>) -> anyhow::Result<Vec<NewPort>> {
         let id = project.file.to_string_lossy();
-        // What holds is what the file said when the switch was started.
+        // The switch keeps the settings with which it was started.
         let mut compose = project.compose.clone();
         compose.net.insert(self.name.clone(), self.spec.clone());
         let held = self.leases();
@@ -354,13 +287,8 @@ impl Switch {
                 self.name,
                 socket.display()
             );
-            let port = network::port(
-                &vm,
-                &socket,
-                &project.compose.vm[&vm].networks.0[&self.name],
-                &lease,
-                self.spec.dhcp,
-            );
+            let nic = &project.compose.vm[&vm].networks.0[&self.name];
+            let port = config::of_port(&vm, socket, nic, &lease, self.spec.dhcp);
             let before = self.ports().insert(vm, (port.clone(), lease));
             if before.as_ref().is_none_or(|(old, _)| *old != port) {
                 new.push(NewPort { port, replaces: before.is_some() });
@@ -370,55 +298,14 @@ impl Switch {
     }
 
     fn write_config(&self) -> anyhow::Result<()> {
-        let mut switch = json!({ "control": self.control() });
-        let spec = &self.spec;
-        let numbers = [
-            ("workers", spec.workers.map(u64::from)),
-            ("poll-us", spec.poll_us),
-            ("budget", spec.budget.map(u64::from)),
-        ];
-        for (key, value) in numbers.into_iter().filter_map(|(k, v)| Some((k, v?))) {
-            switch[key] = value.into();
-        }
-        if !spec.cpus.is_empty() {
-            switch["cpus"] = json!(spec.cpus);
-        }
-        if let Some(address) = &spec.metrics {
-            switch["metrics"] = address.to_string().into();
-        }
-        let ports: Vec<Value> = self.ports().values().map(|(port, _)| port.clone()).collect();
-        let mut config = json!({ "switch": switch, "port": ports });
-        if let Some(service) = network::service(&self.name, &self.spec) {
-            config["dhcp"] = service;
-        }
-        if let Some(multicast) = &spec.multicast {
-            config["switch"]["multicast"] = json!(multicast);
-        }
-        if let Some(prefix) = &spec.subnet6 {
-            config["ipv6"] = json!({ "prefix": prefix });
-        }
-        if let Some(uplink) = &spec.uplink {
-            let mut way = match uplink {
-                network::Uplink::User => json!({ "user": "passt" }),
-                network::Uplink::Tap(name) => json!({ "tap": name }),
-                network::Uplink::Interface(name) => json!({ "interface": name }),
-            };
-            for (key, protocol) in [("tcp-ports", Protocol::Tcp), ("udp-ports", Protocol::Udp)] {
-                let wanted = self.forwards.iter().filter(|forward| forward.protocol == protocol);
-                let wanted: Vec<String> = wanted.map(Forward::for_passt).collect();
-                if !wanted.is_empty() {
-                    way[key] = json!(wanted);
-                }
-            }
-            way["name"] = "uplink".into();
-            config["uplink"] = json!([way]);
-        }
+        let ports = self.ports().values().map(|(port, _)| port.clone()).collect();
+        let config = config::of_network(&self.name, &self.spec, &self.forwards, self.control(), ports);
         Ok(crate::project::state::write_atomically(&self.config(), toml::to_string(&config)?.as_bytes())?)
     }
 
-    fn ask<T: DeserializeOwned>(&self, request: &Request<Value, Value>) -> anyhow::Result<T> {
+    fn ask<T: DeserializeOwned>(&self, request: &Request<Port, UplinkConfig>) -> anyhow::Result<T> {
         let who = ("switch", "it may be starting");
-        let answer = socket::ask::<Answer<T>>(&self.control(), request, Some(PATIENCE), who);
+        let answer = socket::ask::<Answer<T>>(&self.control(), request, Some(ANSWER), who);
         let (value, _) = answer.with_context(|| format!("net.{}", self.name))?;
         Ok(value)
     }

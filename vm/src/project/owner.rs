@@ -14,9 +14,9 @@ use crate::guest::exec::{self, Output};
 use crate::guest::mount;
 use crate::machine::{Machine, Phase};
 
-/// How long a guest may take to load its driver and start the server; an emulated one under load is slow.
+/// Time for a guest to load its driver and start the server; an emulated one under load is slow.
 const START: Duration = Duration::from_secs(300);
-/// How long `ps` waits for a guest that it asks.
+/// Time for a guest to answer `ps`.
 const LOOK: Duration = Duration::from_millis(600);
 /// A guest that has not answered for so long does not answer.
 const SILENT: Duration = Duration::from_secs(10);
@@ -103,18 +103,18 @@ pub struct Client {
     pub vm: String,
     /// Its zone.
     pub uuid: String,
-    /// What the server is told, as `tombolo accel serve --guests` takes it.
+    /// The request to the server, as `tombolo accel serve --guests` takes it.
     pub guest: Guest,
 }
 
 impl Client {
-    /// What scripts are told of it: its zone's uuid, the same without dashes, and what the server is told.
+    /// The arguments of scripts: the zone's uuid, the same without dashes, and the request to the server.
     fn words(&self) -> anyhow::Result<[String; 3]> {
         Ok([self.uuid.clone(), self.uuid.replace('-', ""), serde_json::to_string(&self.guest)?])
     }
 }
 
-/// Where in the owner VM a zone's device is.
+/// The path of a zone's device in the owner VM.
 pub fn device(uuid: &str) -> String {
     format!("/dev/tombolo-serve-{uuid}")
 }
@@ -129,11 +129,11 @@ pub struct Owner {
 #[derive(Debug, Default)]
 struct Present {
     machine: Weak<Machine>,
-    /// How often it was told to serve.
+    /// The number of starts of its server.
     starts: u32,
-    /// Since when somebody asks the guest for the listing.
+    /// The time since which a thread asks the guest for the listing.
     asking: Option<Instant>,
-    /// What it said last.
+    /// The last listing.
     listing: Option<Listing>,
 }
 
@@ -159,12 +159,12 @@ impl Owner {
         self.present.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How often a server was started in it.
+    /// The number of starts of its server.
     pub fn starts(&self) -> u32 {
         self.lock().starts
     }
 
-    /// Where the VM is, in the words of `ps`, if it doesn't run.
+    /// The VM's state in the words of `ps`, if it doesn't run.
     pub fn absence(&self) -> Option<String> {
         match self.lock().machine.upgrade().map(|m| m.phase()) {
             Some(Phase::Up | Phase::Booting) => None,
@@ -186,7 +186,7 @@ impl Owner {
     /// Starts the server in the VM, which has just booted, and waits until it serves; uuids of the zones that the guest can't have are returned.
     ///
     /// # Errors
-    /// What the guest lacks, and what to do.
+    /// The guest lacks something. Names it and the remedy.
     pub fn serve(
         &self,
         accelerator: &str,
@@ -236,8 +236,7 @@ impl Owner {
         }
     }
 
-    /// What its server says of itself; what it said last where the guest doesn't answer soon. However many look, the guest is asked by one at a
-    /// time.
+    /// The server's listing; the last one, if the guest doesn't answer soon. One thread at a time asks the guest.
     pub fn look(self: &Arc<Self>, accelerator: &str) -> Option<Listing> {
         let machine = {
             let mut present = self.lock();
@@ -254,7 +253,7 @@ impl Owner {
             let listing = ask(&own.vm, &accelerator, &machine);
             let mut present = own.lock();
             (present.asking, present.listing) = (None, listing);
-            // Nobody hears a late answer.
+            // A late answer has no receiver.
             let _late = sender.send(());
         });
         if asking.is_err() {
@@ -274,7 +273,7 @@ fn ask(vm: &str, accelerator: &str, machine: &Machine) -> Option<Listing> {
     Some(Listing { vm: Some(vm.to_owned()), ..listing })
 }
 
-/// What a guest that was told to serve says.
+/// The result of the request to serve.
 fn result(vm: &str, accelerator: &str, output: &Output) -> anyhow::Result<()> {
     let said = output.err.trim().trim_start_matches("tombolo: ").replace('\n', "; ");
     match output.code {

@@ -23,11 +23,11 @@ use crate::compose::Project;
 use crate::project::control::{Event, Request};
 use crate::project::state;
 
-/// How long a supervisor that runs may take to hear a request, and to end once it has closed a connection.
+/// Time for a running supervisor to hear a request, and to end once it has closed a connection.
 const ANSWER: Duration = Duration::from_secs(5);
-/// How long a supervisor that is stopped is waited for.
+/// Time for a stopped supervisor to go on.
 const STOPPED: Duration = Duration::from_millis(500);
-/// How often a wait looks whether the supervisor is stopped.
+/// The pause between two checks whether the supervisor is stopped.
 const LOOK: Duration = Duration::from_millis(100);
 /// The longest line, in bytes: an exec's chunk in base64 with room to spare.
 const LINE_MAX: u64 = 16 << 20;
@@ -102,7 +102,7 @@ impl Peer {
         Ok(())
     }
 
-    /// What has been read ahead, and the socket.
+    /// Returns the bytes that were read ahead, and the socket.
     pub fn into_raw(self) -> (Vec<u8>, Arc<UnixStream>) {
         (self.reader.buffer().to_vec(), self.socket)
     }
@@ -281,7 +281,7 @@ fn converse(
     }
 }
 
-/// Whether the other side has closed the connection, or nobody listens.
+/// Returns whether the other side has closed the connection, or no process listens.
 fn is_gone(error: &anyhow::Error) -> bool {
     use std::io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
     let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
@@ -309,7 +309,7 @@ impl Supervisor {
         Ok(Supervisor { pid: self.pid, process: self.process.try_clone()? })
     }
 
-    /// Whether the process has ended, or ends within `limit`: its descriptors are closed before its process ends.
+    /// Returns whether the process has ended, or ends within `limit`: its descriptors are closed before its process ends.
     fn ends_within(&self, limit: Duration) -> std::io::Result<bool> {
         let begun = Instant::now();
         loop {
@@ -329,7 +329,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::process::{Child, Command, Stdio};
 
-    /// What a command sees of a supervisor: a process, and a socket that the test serves.
+    /// A supervisor as a command sees it: a process, and a socket that the test serves.
     struct Fake {
         process: Child,
         listener: UnixListener,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What can be wrong with a start is found out before anything is started. Nothing here changes the host.
+//! Checks before a start, which change nothing on the host.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::machine::growth;
 use crate::project::changes::{Action, Kind, Side};
 use crate::qemu::version::Qemu;
 
-/// What the VMs of a plan are started with.
+/// QEMU and kernels for the VMs of a plan.
 #[derive(Debug)]
 pub struct Ready {
     pub qemu: Arc<Qemu>,

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::guest::exec::{self, Ended, Exec, Input, Stream};
 use crate::guest::terminal::{self, Terminal, Typed};
 use crate::machine::Machine;
-use crate::project::barrier::HOUSEHOLD;
+use crate::project::barrier::BACKGROUND;
 use crate::project::control::{Event, Feed};
 use crate::project::peer::Peer;
 
@@ -35,7 +35,7 @@ pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
     false
 }
 
-/// Whether the other side of `socket` has closed it.
+/// Returns whether the other side of `socket` has closed it.
 pub fn has_gone(socket: &UnixStream) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -63,13 +63,13 @@ pub fn signals() -> anyhow::Result<Signals> {
 }
 
 impl Signals {
-    /// Also tells of one that the program before this one has heard and not told of. Nobody writes to its socket any more.
+    /// Takes over a signal that the program before this one has received and not handled. No process writes to its socket any more.
     pub fn take_over(&self, mut before: UnixStream) {
         let mut byte = [0];
         self.heard.store(before.read_exact(&mut byte).is_ok(), Ordering::Release);
     }
 
-    /// Where they are heard, for the next program of this process.
+    /// The socket through which they are heard, for the next program of this process.
     pub fn socket(&self) -> &UnixStream {
         &self.reader
     }
@@ -227,7 +227,7 @@ fn read_all(machine: &Machine, mut socket: &UnixStream) -> anyhow::Result<()> {
     loop {
         let mut fds = [PollFd::new(socket, PollFlags::IN)];
         let waited = rustix::event::poll(&mut fds, None);
-        let _inside = HOUSEHOLD.enter(&format!("what is typed on the console of '{}'", machine.name()));
+        let _inside = BACKGROUND.enter(&format!("what is typed on the console of '{}'", machine.name()));
         match waited.map_err(std::io::Error::from).and_then(|_| socket.read(&mut buffer)) {
             Ok(0) => return Ok(()),
             Ok(n) => machine.console().type_in(&buffer[..n])?,

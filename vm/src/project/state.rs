@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where a running project keeps its files, and how one tells that its supervisor lives.
+//! The folder of a running project, and the lock and the door by which commands know that its supervisor lives.
 //!
 //! `$XDG_RUNTIME_DIR/tombolo/` (root: `/run/tombolo/`) has one folder per project, named by the project and a hash of its
 //! compose file's path: `lock` (held with flock by the supervisor, for as long as it lives) and the logs. Sockets are not files: the
@@ -22,7 +22,7 @@ use crate::compose::Project;
 /// The folder of all projects of this user, made if it is missing.
 ///
 /// # Errors
-/// When it can't be made or belongs to somebody else.
+/// It can't be made, or belongs to another user.
 pub fn base_dir() -> anyhow::Result<PathBuf> {
     let user = rustix::process::geteuid();
     let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
@@ -93,7 +93,7 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
 
 /// Names of doors of supervisors begin so; the compose file's hash follows.
 const DOOR: &str = "tombolo-project-";
-/// A supervisor's door is its standard input, which nobody reads: commands look at one descriptor of each process.
+/// A supervisor's door is its standard input, which it does not read: commands look at one descriptor of each process.
 const DOOR_NUMBER: u32 = 0;
 
 /// The supervisor that lives for this compose file, whatever its environment was and whether or not its folder is still there.
@@ -183,14 +183,14 @@ impl StateDir {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
                 Err(e) => return Err(e.into()),
             }
-            // Whoever swept the folder up meanwhile has unlinked the file that was locked here.
+            // A process that removed the folder meanwhile has unlinked the locked file.
             if path.metadata().is_ok_and(|m| file.metadata().is_ok_and(|f| f.ino() == m.ino())) {
                 return Ok(Some(file));
             }
         }
     }
 
-    /// Whether no process has the lock. The folder is there.
+    /// Returns whether no process has the lock. The folder is there.
     ///
     /// # Errors
     /// Those of the file system.
@@ -203,7 +203,7 @@ impl StateDir {
         }
     }
 
-    /// Where the memory of a zone is opened under the zone's own name. It need not exist.
+    /// The path at which a zone's memory is opened under the zone's name. It need not exist.
     pub fn zone_link(&self, zone: &str) -> PathBuf {
         self.path.join("zones").join(zone)
     }
@@ -287,7 +287,7 @@ impl StateDir {
     }
 }
 
-/// What is not there need not be removed.
+/// Takes the absence of a file that is to be removed for success.
 fn absent(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
 }
@@ -300,7 +300,7 @@ mod tests {
     fn one_supervisor_at_a_time_has_a_folder() {
         let base = tempfile::tempdir().unwrap();
         let dir = StateDir { path: base.path().join("p") };
-        let lock = dir.lock().unwrap().expect("nobody has it");
+        let lock = dir.lock().unwrap().expect("the lock is free");
         assert!(dir.lock().unwrap().is_none(), "taken");
         drop(lock);
         assert!(dir.lock().unwrap().is_some(), "free again");

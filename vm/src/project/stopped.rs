@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which VMs `down VM` has stopped, for `restart = "unless-stopped"`: a list per project that survives the host's reboot, in
+//! The VMs that `down VM` has stopped, for `restart = "unless-stopped"`: a list per project that survives the host's reboot, in
 //! `$XDG_STATE_HOME/tombolo` (root: `/var/lib/tombolo`).
 
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use crate::compose::Project;
 use crate::compose::restart::Restart;
 use crate::project::state;
 
-/// The VMs of this project that `down VM` has stopped and nobody has started since.
+/// The VMs of this project that `down VM` has stopped and no command has started since.
 ///
 /// # Errors
 /// Those of the file system.

@@ -25,7 +25,7 @@ use crate::child::main_thread;
 use crate::compose::Project;
 use crate::machine::{Machine, Phase, disks};
 use crate::project::accelerator::Accelerator;
-use crate::project::barrier::{HOUSEHOLD, REQUESTS};
+use crate::project::barrier::{BACKGROUND, REQUESTS};
 use crate::project::control::Event;
 use crate::project::journal;
 use crate::project::network::Network;
@@ -117,7 +117,7 @@ impl Inner {
 /// # Errors
 /// When it can't begin. Later failures go to the client that asked.
 pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
-    // SAFETY: the command that starts this process passes the number of a descriptor that nobody else here owns.
+    // SAFETY: the command that starts this process passes the number of a descriptor that no other part of it owns.
     let control = UnixStream::from(unsafe { OwnedFd::from_raw_fd(control) });
     let mut peer = Peer::new(control);
     let state = StateDir::at(dir.to_owned());
@@ -204,7 +204,7 @@ impl Supervisor {
         thread("signals").spawn(move || {
             own.signals.wait_there();
             // It ends with the process: there is nothing left to hand over.
-            let _inside = HOUSEHOLD.enter("the end of the project, by a signal");
+            let _inside = BACKGROUND.enter("the end of the project, by a signal");
             if own.signals.wait() {
                 if let Err(e) = own.down_all(None) {
                     crate::say!("{e:#}");
@@ -219,7 +219,7 @@ impl Supervisor {
     /// Looks after zones for as long as the process lives.
     fn tend(&self) {
         loop {
-            let inside = HOUSEHOLD.enter("the care of zones");
+            let inside = BACKGROUND.enter("the care of zones");
             for zone in self.all_zones() {
                 if let Err(e) = zone.tend() {
                     crate::say!("{e:#}");

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a supervisor becomes another program (`tombolo upgrade`) while everything that it started runs on.
+//! The upgrade of a supervisor (`tombolo upgrade`): its process becomes another program while everything that it started runs on.
 //!
 //! The process stays: its main thread, whose children QEMUs, switches and servers are, calls execve(2). So none of them loses its parent,
 //! and commands find the project's door where it was. What the next program must know is JSON in a sealed memfd; descriptors keep their
 //! numbers. In order:
 //! 1. The new program reads the state in a process of its own ([`Program::examine`]). What it can't read is refused, and nothing has happened.
-//! 2. No request is in the middle, no VM on its way, and nobody in the household (see [`super::barrier`]); monitors and doorbells stand still.
+//! 2. No request runs, no VM is between two phases, and both barriers are closed (see [`super::barrier`]); monitors and doorbells are paused.
 //!    Commands that come wait in the door's queue.
 //! 3. The main thread becomes the new program ([`Program::become_it`]), which reads the state again ([`read`]). One that can't becomes the old
 //!    program again ([`fall_back`]), for which nothing has changed.
@@ -32,7 +32,7 @@ use crate::child;
 /// The version of the state. A program reads no other; it is raised when a program of before could take the state for something that it
 /// is not. A new key with a default is no reason.
 pub const FORMAT: u32 = 1;
-/// How long a new program may take to read the state.
+/// Time for a new program to read the state.
 const EXAMINATION: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -82,7 +82,7 @@ impl Program {
         Program::open(Path::new("/proc/self/exe"))
     }
 
-    /// Whether both are the same file.
+    /// Returns whether both are the same file.
     ///
     /// # Errors
     /// Those of the system.
@@ -91,7 +91,7 @@ impl Program {
         Ok((own.dev(), own.ino()) == (other.dev(), other.ino()))
     }
 
-    /// Where it was when it was opened.
+    /// The program's path when it was opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -188,7 +188,7 @@ pub fn write<T: Serialize>(state: &T) -> anyhow::Result<OwnedFd> {
 /// Reads what the program before has left.
 ///
 /// # Errors
-/// What this program can't read, and what to do.
+/// This program can't read the state. Names the remedy.
 pub fn read<T: DeserializeOwned>(text: &[u8]) -> anyhow::Result<T> {
     let head = serde_json::from_slice::<Head>(text).context("that is no state of a supervisor")?;
     let versions = || format!("it runs under version {}, and this is {}", head.version, crate::VERSION);
@@ -209,7 +209,7 @@ pub fn read<T: DeserializeOwned>(text: &[u8]) -> anyhow::Result<T> {
 /// # Errors
 /// When there is none.
 pub fn text(state: RawFd) -> anyhow::Result<(OwnedFd, Vec<u8>)> {
-    // SAFETY: the program before passes the number of a descriptor that nobody else here owns.
+    // SAFETY: the program before passes the number of a descriptor that no other part of this one owns.
     let mut file = File::from(unsafe { OwnedFd::from_raw_fd(state) });
     let mut text = Vec::new();
     file.rewind().and_then(|()| file.read_to_end(&mut text)).context("the state can't be read")?;

@@ -43,7 +43,7 @@ struct Held {
     liveness: Liveness,
 }
 
-/// What the next program of this process needs to hold a zone.
+/// The state of a zone that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HostZoneState {
     name: String,
@@ -53,7 +53,7 @@ pub struct HostZoneState {
     members: Vec<(String, MemberId, Kept)>,
 }
 
-/// What a VM needs to become a member.
+/// The descriptors by which a VM becomes a member.
 #[derive(Debug)]
 pub struct Invitation {
     /// The zone's memory.
@@ -105,7 +105,7 @@ impl HostZone {
         HostZone::serve(accelerator, spec, zone)
     }
 
-    /// Makes the channels of a zone for calls ready for a server in another VM, which nobody is yet.
+    /// Makes the channels of a zone for calls ready for a server in another VM, which comes later.
     ///
     /// # Errors
     /// When there is no memory to map it.
@@ -178,7 +178,7 @@ impl HostZone {
         self.zone.is_lost()
     }
 
-    /// What the compose file says of it.
+    /// The zone's table of the compose file.
     pub fn spec(&self) -> &ZoneSpec {
         &self.spec
     }
@@ -188,7 +188,7 @@ impl HostZone {
         self.zone.uuid().to_string()
     }
 
-    /// Where this process holds the zone's memory: other commands open it there.
+    /// The path of the zone's memory in this process, at which other commands open it.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.zone.as_fd().as_raw_fd())
     }
@@ -267,8 +267,8 @@ impl HostZone {
         Ok(())
     }
 
-    /// What an owner does once a second: stamps its heartbeat, and declares dead whoever ended without saying so (a host
-    /// process that was killed, say).
+    /// Does the owner's work of each second: stamps its heartbeat, and declares members dead that ended without leaving, such as a
+    /// killed process of the host.
     ///
     /// # Errors
     /// When the zone's memory can't be reached.

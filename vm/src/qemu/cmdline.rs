@@ -50,12 +50,12 @@ pub struct ZoneDevice {
     pub doorbell: RawFd,
 }
 
-/// What a command line is made from.
+/// The parts of a command line.
 #[derive(Clone, Debug)]
 pub struct Plan<'a> {
     /// The VM's name.
     pub name: &'a str,
-    /// What the compose file says.
+    /// The VM's table of the compose file.
     pub spec: &'a VmSpec,
     pub qemu: &'a Qemu,
     pub hypervisor: Hypervisor,
@@ -67,14 +67,14 @@ pub struct Plan<'a> {
     pub console: RawFd,
     /// Connected socket for the guest agent.
     pub agent: RawFd,
-    /// How the memory arrives.
+    /// The parts in which memory arrives.
     pub memory: Layout,
     pub zones: Vec<ZoneDevice>,
     /// Networks.
     pub nics: &'a [Nic],
     /// Disks, in the guest's order.
     pub drives: &'a [Drive],
-    /// Where it lies on the host.
+    /// The part of the host that the VM lies on.
     pub placement: Option<&'a VmPlan>,
 }
 

@@ -14,7 +14,7 @@ use tombolo_zone::keep::{Keep, Kept};
 
 use crate::log::Log;
 use crate::moment;
-use crate::project::barrier::HOUSEHOLD;
+use crate::project::barrier::BACKGROUND;
 
 /// Bytes of the end that are kept in memory.
 const TAIL: usize = 16 << 10;
@@ -31,7 +31,7 @@ struct Inner {
     log: Log,
     tail: Vec<u8>,
     watchers: Vec<Arc<UnixStream>>,
-    /// Where it is typed: QEMU's end.
+    /// QEMU's end, for input.
     input: Arc<UnixStream>,
     /// A line has matched the pattern.
     matches: bool,
@@ -41,7 +41,7 @@ struct Inner {
     ended: bool,
 }
 
-/// What the next program of this process needs to go on with a console.
+/// The state of a console that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ConsoleState {
     socket: Kept,
@@ -159,7 +159,7 @@ impl Console {
         loop {
             let mut fds = [PollFd::new(&reader, PollFlags::IN)];
             let waited = rustix::event::poll(&mut fds, None);
-            let _inside = HOUSEHOLD.enter("a console");
+            let _inside = BACKGROUND.enter("a console");
             let n = match waited.map_err(std::io::Error::from).and_then(|_| reader.read(&mut buffer)) {
                 Ok(0) => break,
                 Ok(n) => n,
@@ -238,7 +238,7 @@ impl Console {
         self.lock().watchers.retain(|w| !Arc::ptr_eq(w, watcher));
     }
 
-    /// Types into the console; between two QEMUs of a VM that reboots nobody hears it.
+    /// Types into the console. Between two QEMUs of a VM that reboots the input is lost.
     ///
     /// # Errors
     /// When QEMU is gone.
@@ -344,7 +344,7 @@ mod tests {
         guest.write_all(b"first login\n").unwrap();
         drop(guest);
         console.wait_end(Duration::from_secs(60));
-        console.type_in(b"nobody hears it").unwrap();
+        console.type_in(b"lost").unwrap();
         let (next, mut guest) = UnixStream::pair().unwrap();
         console.resume(next, Some(regex_lite::Regex::new("login").unwrap())).unwrap();
         assert!(!console.wait_match(Duration::ZERO), "the old login is no sign");

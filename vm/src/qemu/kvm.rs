@@ -16,14 +16,14 @@ use crate::child;
 /// The answer, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// Whether a guest ran under KVM.
+    /// A guest ran under KVM.
     pub works: bool,
     /// One sentence.
     pub why: String,
 }
 
 impl Verdict {
-    /// What VMs run under, given the answer.
+    /// The hypervisor to use.
     pub fn hypervisor(&self) -> Hypervisor {
         if self.works { Hypervisor::Kvm } else { Hypervisor::Tcg }
     }

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::memory::{Memory, MemoryError, thread_cpu};
 
-/// What preparing may cost.
+/// Limits of the cost of preparation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Budget {
     /// Threads.
@@ -27,7 +27,7 @@ pub struct Budget {
     pub nice: i32,
     /// Most bytes a second in all; None: no limit.
     pub bandwidth: Option<u64>,
-    /// Whether huge pages are tried.
+    /// Try huge pages.
     pub huge: bool,
 }
 
@@ -46,7 +46,7 @@ struct Shared {
     size: u64,
     budget: Budget,
     began: Instant,
-    /// The next byte nobody has taken.
+    /// The first byte that no thread has taken.
     next: AtomicU64,
     /// No further than this.
     limit: AtomicU64,
@@ -68,7 +68,7 @@ struct State {
     failure: Option<MemoryError>,
 }
 
-/// What was prepared, and what it took.
+/// The prepared bytes, and their cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Prepared {
     /// Bytes from the start that are there.
@@ -79,7 +79,7 @@ pub struct Prepared {
     pub cpu: Duration,
 }
 
-/// How a thread competes for CPUs.
+/// The scheduling of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Priority {
     /// Behind everybody.
@@ -147,7 +147,7 @@ impl Ahead {
         }
     }
 
-    /// What there is so far; an error once, when the host could not give more.
+    /// The prepared memory so far; an error once, when the host had no more.
     pub fn prepared(&self) -> Result<Prepared, MemoryError> {
         let mut state = self.shared.lock();
         match state.failure.take() {
@@ -218,7 +218,7 @@ impl Shared {
             if replaced || self.stop.load(Ordering::Acquire) {
                 return None;
             }
-            // Under the lock nobody else moves `next`.
+            // Only the holder of the lock moves `next`.
             let start = self.next.load(Ordering::Acquire);
             if start >= self.size {
                 return None;
@@ -239,7 +239,7 @@ impl Shared {
         }
     }
 
-    /// How long to wait before byte `start` may be touched.
+    /// The wait before byte `start` may be touched.
     fn due(&self, start: u64) -> Duration {
         let Some(bandwidth) = self.budget.bandwidth.filter(|b| *b > 0) else { return Duration::ZERO };
         let nanos = u128::from(start) * 1_000_000_000 / u128::from(bandwidth);

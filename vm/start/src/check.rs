@@ -49,7 +49,7 @@ pub struct Limits {
     pub dma_entries: u64,
 }
 
-/// What QEMU and its device models need beside the guest's memory, in bytes.
+/// Bytes for QEMU and its device models beside the guest's memory.
 const QEMU_ITSELF: u64 = 128 * MIB;
 
 impl Limits {
@@ -100,7 +100,7 @@ pub(crate) fn kib_line(text: &str, name: &str) -> Option<u64> {
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? * 1024)
 }
 
-/// Whether the process has CAP_IPC_LOCK (bit 14), which VFIO takes for no limit.
+/// Returns whether the process has CAP_IPC_LOCK (bit 14), which VFIO takes for no limit.
 fn may_lock_all(status: &str) -> bool {
     status
         .lines()

@@ -19,15 +19,15 @@ use crate::prepare::{Prepare, ProcessMemory, Unprepared};
 use crate::progress::Progress;
 use crate::timeline::{Timeline, render};
 
-/// What `tombolo start` does.
+/// The commands of `tombolo start`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// What a start spent its time on
+    /// Show the steps of a start with their times
     Blame {
         /// The VM's timeline file
         timeline: PathBuf,
     },
-    /// How a VM's memory would arrive
+    /// Show the parts in which a VM's memory would arrive
     Plan {
         /// MiB of the VM
         memory: u64,
@@ -54,7 +54,7 @@ pub struct GrowOptions {
     /// The process behind the QMP socket
     #[arg(long)]
     pub pid: Option<u32>,
-    /// Which virtio-mem device, where there are several
+    /// The virtio-mem device, if there are several
     #[arg(long)]
     pub device: Option<String>,
     /// The host node that the memory is bound to
@@ -138,7 +138,7 @@ pub fn run_grow(options: &GrowOptions, json: bool) -> Result<ExitCode> {
     let terminal = std::io::stderr().is_terminal() && !json;
     let mut observe = |progress: &Progress| {
         if let Some(path) = &options.progress {
-            // A file that cannot be written stops nobody from growing; the last state is printed below too.
+            // Memory grows also if the file can't be written; the last state is printed below too.
             let _ = progress.save(path);
         }
         if terminal {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How much memory exists at start, and in which blocks and steps the rest arrives.
+//! The memory that exists at start, and the blocks and steps in which the rest arrives.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -27,7 +27,7 @@ const MEMORY_MAP_SHARE: u64 = 64;
 /// The DMA mappings that VFIO allows by default (Linux `drivers/vfio/vfio_iommu_type1.c`, `dma_entry_limit`).
 pub const DEFAULT_DMA_ENTRIES: u64 = 65_535;
 
-/// What a VM should have.
+/// The wanted memory of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wish {
     /// All of its memory in the end, in bytes.
@@ -38,7 +38,7 @@ pub struct Wish {
     pub dma_entries: u64,
 }
 
-/// How the memory arrives. `boot + grown` is all of it.
+/// The parts in which memory arrives. `boot + grown` is all of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
     /// Bytes at start.

@@ -49,23 +49,23 @@ pub enum MemoryError {
         start: u64,
         /// Behind the last byte.
         end: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// How pages of a file are made; Collapsed turns into Plain for a range where it fails.
+/// The way in which pages of a file are made; Collapsed turns into Plain for a range where it fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pages {
     /// Huge by MADV_HUGEPAGE.
     Advised,
     /// Huge by MADV_COLLAPSE.
     Collapsed,
-    /// Whatever the file gives: small pages, or hugetlb's.
+    /// The pages of the file itself: small ones, or hugetlb's.
     Plain,
 }
 
-/// Where a VM's memory is to be found.
+/// The place of a VM's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A memory file, below /proc.
@@ -99,7 +99,7 @@ impl Source {
         }
     }
 
-    /// How much of it exists, in bytes.
+    /// The bytes of it that exist.
     pub fn allocated(&self) -> io::Result<u64> {
         match self {
             Self::File(path) => Ok(fs::metadata(path)?.blocks() * 512),
@@ -253,13 +253,13 @@ impl Drop for Mapped {
     }
 }
 
-/// Whether madvise gets huge pages on shared memory here.
+/// Returns whether madvise gets huge pages on shared memory here.
 fn shared_thp_on_request() -> bool {
     let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
     ["[always]", "[within_size]", "[advise]", "[force]"].iter().any(|word| text.contains(word))
 }
 
-/// Whether anonymous memory that asks for huge pages gets them here.
+/// Returns whether anonymous memory that asks for huge pages gets them here.
 fn anonymous_thp() -> bool {
     let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     ["[always]", "[madvise]"].iter().any(|word| text.contains(word))

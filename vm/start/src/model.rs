@@ -19,7 +19,7 @@ pub struct Costs {
     pub prepare_per_gib: f64,
 }
 
-/// What the model says of one size.
+/// The model's result for one size.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Forecast {
     /// GiB of the VM.
@@ -56,7 +56,7 @@ pub fn fit(starts: &[(u64, f64)]) -> Option<(f64, f64)> {
 }
 
 impl Costs {
-    /// What a VM of `total` bytes would take.
+    /// The forecast for a VM of `total` bytes.
     pub fn forecast(&self, total: u64) -> Result<Forecast, LayoutError> {
         let layout: Layout =
             Wish { total, boot: None, dma_entries: crate::layout::DEFAULT_DMA_ENTRIES }.layout()?;

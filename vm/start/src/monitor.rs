@@ -51,7 +51,7 @@ pub trait Monitor {
     fn execute(&mut self, command: &'static str, arguments: Value) -> Result<Value, MonitorError>;
     /// Waits until something happened in the VM or the time is over; which does not matter, the caller looks again.
     fn wait(&mut self, longest: Duration) -> Result<(), MonitorError>;
-    /// How long the guest's user space has been there, where that is known: its drivers are loaded then.
+    /// The time since the guest's user space began, if it is known: its drivers are loaded then.
     fn ready_for(&self) -> Option<Duration> {
         None
     }
@@ -89,7 +89,7 @@ pub fn request(monitor: &mut dyn Monitor, id: &str, bytes: u64) -> Result<(), Mo
         .map(|_| ())
 }
 
-/// Whether the guest's driver runs the device `id`; None where this QEMU cannot tell (before 7.2, or another id scheme).
+/// Returns whether the guest's driver runs the device `id`; None where this QEMU cannot tell (before 7.2, or another id scheme).
 pub fn driver_runs(monitor: &mut dyn Monitor, id: &str) -> Option<bool> {
     let path = format!("/machine/peripheral/{id}/virtio-backend");
     let status = monitor.execute("x-query-virtio-status", json!({"path": path})).ok()?;

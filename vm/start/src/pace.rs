@@ -56,7 +56,7 @@ impl std::str::FromStr for Share {
 /// A guest that reboots in a pause is found out after this long.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
-/// How far growing may go now, in bytes from the first.
+/// The bytes up to which preparation and offers may go now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Leave {
     /// Memory may be prepared up to here.
@@ -81,7 +81,7 @@ impl Pace {
         Self { layout, share, turn: None, rest_until: None }
     }
 
-    /// What may be done now for a guest that has `size` bytes, of which `ready` bytes are prepared; None: it is the guest's time.
+    /// The limits for a guest that has `size` bytes, while `ready` bytes are prepared; None: this time is the guest's.
     pub fn leave(&mut self, size: u64, ready: u64, now: Instant) -> Option<Leave> {
         let Layout { grown, block, step, .. } = self.layout;
         if self.share == Share::ALL {
@@ -100,7 +100,7 @@ impl Pace {
             return None;
         }
         let (_, end) = *self.turn.get_or_insert_with(|| {
-            // What a guest adds at a time, whole; there is nothing to gain from less.
+            // A whole section, which a guest adds at a time: less gains nothing.
             let piece = SECTION.max(block);
             (now, ((size / piece + 1) * piece).min(grown))
         });
@@ -118,7 +118,7 @@ impl Pace {
         }
     }
 
-    /// The time until now was nobody's: growing waited for the host.
+    /// Counts the time until now neither for growth nor for the guest: growth waited for the host.
     pub fn waited(&mut self, now: Instant) {
         if let Some((began, _)) = &mut self.turn {
             *began = now;

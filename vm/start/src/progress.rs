@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How far growing is: kept in a file beside the VM's other state, for `tombolo ps`, `start blame` and Prometheus.
+//! Progress of growth: kept in a file beside the VM's other state, for `tombolo ps`, `start blame` and Prometheus.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use tombolo_metrics::text::{Kind, Text};
 
-/// What growing does now, or how it ended.
+/// The activity of growth, or its end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "phase", content = "reason")]
 pub enum Phase {
@@ -27,7 +27,7 @@ pub enum Phase {
 /// A moment of growing.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// What is going on.
+    /// The activity now.
     #[serde(flatten)]
     pub phase: Phase,
     /// Bytes the guest has, boot memory included.

@@ -52,7 +52,7 @@ impl Unreadable {
 
 impl Drop for Unreadable {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, whole, and nobody can have a reference into it.
+        // SAFETY: the mapping is ours, whole, and there is no reference into it.
         let result = unsafe { munmap(self.0 as *mut _, PIECE as usize) };
         debug_assert!(result.is_ok());
     }
@@ -105,7 +105,7 @@ impl Remote {
         }
     }
 
-    /// Whether the page of a byte is in memory, or was and is swapped.
+    /// Returns whether the page of a byte is in memory, or was and is swapped.
     fn exists(&self, at: u64) -> io::Result<bool> {
         const PRESENT_OR_SWAPPED: u64 = 3 << 62;
         let mut entry = [0; 8];
@@ -114,7 +114,7 @@ impl Remote {
     }
 }
 
-/// Where the process has anonymous, writable, private memory of exactly `size` bytes.
+/// The address of the anonymous, writable, private memory of exactly `size` bytes in a process.
 pub fn find(root: &Path, pid: u32, size: u64) -> io::Result<Option<u64>> {
     let maps = fs::read_to_string(root.join("proc").join(pid.to_string()).join("maps"))?;
     Ok(maps.lines().find_map(|line| anonymous(line, size)))
@@ -130,7 +130,7 @@ fn anonymous(line: &str, size: u64) -> Option<u64> {
     (private && inode == "0" && fields.next().is_none() && end.checked_sub(start)? == size).then_some(start)
 }
 
-/// How much of the mapping at `start` exists, in bytes.
+/// The bytes of the mapping at `start` that exist.
 pub fn allocated(pid: u32, start: u64) -> io::Result<u64> {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
     let head = format!("{start:x}-");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a start spent its time on: marks from the command to full memory, one JSON line each, appended by whoever sees the event.
+//! The timeline of a start: marks from the command to full memory, one JSON line each, appended by the process that sees the event.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -50,7 +50,7 @@ impl Event {
 /// An event and when it was.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Mark {
-    /// What happened.
+    /// The event.
     pub event: Event,
     /// Seconds of the host's monotonic clock.
     pub at: f64,

@@ -23,11 +23,11 @@ pub struct Thread {
     pub thread: u32,
 }
 
-/// What QEMU's monitor answers to `query-cpus-fast`; none where the answer has another shape.
+/// Reads the monitor's answer to `query-cpus-fast`; None: it has another shape.
 pub fn threads(reply: &serde_json::Value) -> Option<Vec<Thread>> {
     let number = |value: &serde_json::Value| u32::try_from(value.as_u64()?).ok();
     let of = |cpu: &serde_json::Value| {
-        // What a machine has one of, QEMU leaves out.
+        // QEMU leaves out the levels of which the machine has one.
         let place = |name: &str| cpu["props"].get(name).map_or(Some(0), number);
         let slot = Slot {
             socket: place("socket-id")?,
@@ -82,7 +82,7 @@ fn set_affinity(thread: u32, cpus: &CpuSet) -> Result<()> {
     }
 }
 
-/// Where the memory and the threads of a running QEMU are.
+/// The places of a running QEMU's memory and threads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
     /// CPUs that the thread of each vCPU may use, in the guest's order.
@@ -151,7 +151,7 @@ fn mappings(smaps: &str) -> BTreeMap<u64, Mapping> {
     mappings
 }
 
-/// What numa_maps says of the mappings that are as large as the VM's nodes: bytes by node, and those in huge pages.
+/// Reads numa_maps for the mappings that are as large as the VM's nodes: bytes by node, and those in huge pages.
 fn memory(numa_maps: &str, mappings: &BTreeMap<u64, Mapping>, sizes: &[u64]) -> (BTreeMap<u32, u64>, u64) {
     let mut nodes: BTreeMap<u32, u64> = BTreeMap::new();
     let mut huge = 0;

@@ -12,7 +12,7 @@ use crate::model::Topology;
 use crate::picture::{self, Users};
 use crate::read;
 
-/// What is shown.
+/// The options of `show`.
 #[derive(clap::Args, Debug)]
 pub struct ShowOptions {
     /// Draw it into this file, as SVG
@@ -36,7 +36,7 @@ impl ShowOptions {
     }
 }
 
-/// What `show --json` prints.
+/// The output of `show --json`.
 #[derive(Serialize)]
 struct Shown<'a> {
     machine: &'a Topology,

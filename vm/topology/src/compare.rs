@@ -7,7 +7,7 @@ use crate::cpus::CpuSet;
 use crate::memory::MIB;
 use crate::model::{Cpu, Topology};
 
-/// What a line says.
+/// The result of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
@@ -28,7 +28,7 @@ pub struct Line {
     pub planned: String,
     /// The value in the guest or in QEMU.
     pub found: String,
-    /// Whether that is the same.
+    /// The comparison's result.
     pub verdict: Verdict,
 }
 

@@ -18,17 +18,17 @@ impl CpuSet {
         self.0.iter().copied()
     }
 
-    /// How many there are.
+    /// The number of CPUs.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether there is none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether `cpu` is one of them.
+    /// Returns whether `cpu` is one of them.
     pub fn contains(&self, cpu: u32) -> bool {
         self.0.contains(&cpu)
     }
@@ -43,13 +43,13 @@ impl CpuSet {
         self.0.first().copied()
     }
 
-    /// What is in both.
+    /// The CPUs in both.
     #[must_use]
     pub fn and(&self, other: &CpuSet) -> CpuSet {
         CpuSet(&self.0 & &other.0)
     }
 
-    /// What is in this one and not in `other`.
+    /// The CPUs in this set that are not in `other`.
     #[must_use]
     pub fn without(&self, other: &CpuSet) -> CpuSet {
         CpuSet(&self.0 - &other.0)

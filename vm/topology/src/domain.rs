@@ -45,7 +45,7 @@ impl Domain {
         Domain { root }
     }
 
-    /// What the domain asks of the host: its CPUs, memory and PCI devices.
+    /// The domain's request to the host: CPUs, memory and PCI devices.
     ///
     /// # Errors
     /// The XML does not say how many CPUs or how much memory it has.

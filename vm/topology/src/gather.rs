@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a guest's kernel shows of its machine: a script for the guest's shell, and the files that its output describes.
+//! The machine as a guest's kernel shows it: a script for the guest's shell, and the files that its output describes.
 //!
 //! The guest wrote the output, so nothing of it is believed: paths are built from known folders and plain names, and sizes are bounded.
 
@@ -26,7 +26,7 @@ pub fn topology(output: &str, reader: Command) -> Result<Topology> {
     let files = unpack(output, folder.path())?;
     let mut topology = read::folder(folder.path(), reader)?;
     for (node, bytes) in files.present {
-        // What the kernel was given, instead of what it has left for programs.
+        // The memory that the kernel was given, instead of the memory that it leaves for programs.
         if let Some(node) = topology.nodes.iter_mut().find(|n| n.os == node) {
             node.memory = bytes;
         }
@@ -35,7 +35,7 @@ pub fn topology(output: &str, reader: Command) -> Result<Topology> {
     Ok(topology)
 }
 
-/// What was unpacked.
+/// The result of unpacking.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Unpacked {
     /// Bytes of each node that exist, as /proc/zoneinfo counts them.

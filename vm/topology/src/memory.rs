@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How a VM's memory is divided between nodes, and what pages it is made of.
+//! The division of a VM's memory between nodes, and its pages.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ pub const MIB: u64 = 1 << 20;
 /// Bytes of a GiB.
 pub const GIB: u64 = 1 << 30;
 
-/// What pages the memory of a VM is made of.
+/// The pages of a VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PageSize {
@@ -72,7 +72,7 @@ pub(crate) fn divide(
     for pages in choices {
         let most: Vec<u64> = nodes.iter().map(|node| room(ledger, *node, *pages)).collect();
         let Some(sizes) = split(request.memory, &weights, &most, pages.unit()) else { continue };
-        // Reserved pages that nobody asked for must not shift memory from one node to another.
+        // Reserved pages without a request for them must not shift memory from one node to another.
         let even = || split(request.memory, &weights, &endless, pages.unit());
         let chosen = request.pages == Pages::Auto && pages.reserved().is_some();
         if !chosen || even().as_ref() == Some(&sizes) {
@@ -110,7 +110,7 @@ fn weight(ledger: &Ledger<'_>, request: &Request, cpus: &CpuSet, node: u32) -> u
 fn room(ledger: &Ledger<'_>, node: u32, pages: PageSize) -> u64 {
     match pages.reserved() {
         Some(size) => ledger.huge.get(&(node, size)).map_or(0, |free| free.saturating_mul(size)),
-        // What is reserved as huge pages is no other memory.
+        // Memory that is reserved as huge pages counts as nothing else.
         None => {
             let huge = ledger.huge.range((node, 0)..=(node, u64::MAX));
             let reserved: u64 = huge.map(|((_, size), free)| size.saturating_mul(*free)).sum();

@@ -55,7 +55,7 @@ pub struct Node {
     /// Huge pages that are reserved and unused.
     #[serde(default)]
     pub huge: Vec<HugePages>,
-    /// How fast its nearest CPUs reach it, where the firmware says so (HMAT).
+    /// Bandwidth and latency from its nearest CPUs, if the firmware has them (HMAT).
     #[serde(default)]
     pub access: Option<Access>,
 }
@@ -65,7 +65,7 @@ pub struct Node {
 pub struct HugePages {
     /// Bytes of one page.
     pub size: u64,
-    /// Pages that nobody uses.
+    /// Free pages.
     pub free: u64,
 }
 

@@ -8,7 +8,7 @@ use crate::cpus::CpuSet;
 use crate::memory::{GIB, MIB};
 use crate::model::{Cpu, Topology};
 
-/// Who has which CPUs: a name and its CPUs, such as a VM's or "reserved".
+/// CPUs by user: a VM's name, or "reserved".
 pub type Users = BTreeMap<String, CpuSet>;
 
 /// A machine as a tree.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which CPUs of the host a VM gets.
+//! The choice of a VM's CPUs.
 //!
 //! CPUs that are to be close together come from the smallest object that has enough whole cores: the CPUs of one L3 cache, then one node, then as few nodes as
 //! possible, the nearest to each other, with equal parts. Among equals the one that is left with the fewest free CPUs is taken, so that large
@@ -55,7 +55,7 @@ pub(crate) fn choose(ledger: &Ledger<'_>, request: &Request) -> Result<Placed, P
     let whole = |cpus: CpuSet, why: String| Ok(Placed { cpus, idle: CpuSet::default(), why });
     match &request.part {
         Part::Host if ledger.free.is_empty() => short(1, 0, String::new()),
-        Part::Host => whole(ledger.free.clone(), "all CPUs that nobody else has".into()),
+        Part::Host => whole(ledger.free.clone(), "all free CPUs".into()),
         Part::Node(node) => {
             let Some(own) = ledger.host.own_cpus().remove(node) else {
                 let nodes: CpuSet = ledger.host.nodes.iter().map(|node| node.os).collect();
@@ -69,7 +69,7 @@ pub(crate) fn choose(ledger: &Ledger<'_>, request: &Request) -> Result<Placed, P
             if free.is_empty() {
                 return short(1, 0, format!(" on node {node}"));
             }
-            whole(free, format!("all CPUs of node {node} that nobody else has"))
+            whole(free, format!("all free CPUs of node {node}"))
         }
         Part::Cpus(cpus) => {
             refuse(ledger, request, cpus)?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What each VM gets of the host: a pure function of the host's topology, of what is taken, and of the VMs' requests.
+//! The plan of VMs on the host: a pure function of the host's topology, of the parts that are taken, and of the VMs' requests.
 //!
 //! CPUs are reserved for the host first. Then VMs choose: those that name CPUs, those that name a node, those that want CPUs close together,
 //! and at last those that take what is left. Nothing is planned twice, and an error says which object is missing and what to change.
@@ -15,31 +15,31 @@ use crate::place;
 use crate::request::{Part, Request};
 use crate::shape::{self, Shape, Slot};
 
-/// What VMs must leave alone.
+/// The parts of the host that VMs must not get.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
     /// CPUs of each node that stay with the host; whole cores are kept, so it may be more.
     pub reserve: u32,
-    /// CPUs that somebody else has.
+    /// CPUs of others.
     pub taken: CpuSet,
-    /// Bytes that somebody else has, by node.
+    /// Bytes of others, by node.
     pub taken_memory: BTreeMap<u32, u64>,
 }
 
-/// What VMs get, and what is left.
+/// The parts of the host for each VM, and the rest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     /// In the order of the requests.
     pub vms: Vec<VmPlan>,
     /// CPUs that stay with the host, by node.
     pub reserved: BTreeMap<u32, CpuSet>,
-    /// CPUs that nobody has.
+    /// Free CPUs.
     pub free: CpuSet,
     /// Bytes that no VM has, by node.
     pub free_memory: BTreeMap<u32, u64>,
 }
 
-/// What one VM gets.
+/// The part of the host for one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmPlan {
     /// The VM's name.
@@ -48,13 +48,13 @@ pub struct VmPlan {
     pub vcpus: Vec<Vcpu>,
     /// The widest that its packages, dies and cores are.
     pub shape: Shape,
-    /// Whether its CPUs have a cache of level 3.
+    /// Its CPUs have a cache of level 3.
     pub l3: bool,
     /// Its NUMA nodes, in the order of their numbers.
     pub nodes: Vec<GuestNode>,
     /// Distances between its nodes, where the host declares them.
     pub distances: Option<Vec<Vec<u64>>>,
-    /// What its memory is made of.
+    /// The pages of its memory.
     pub pages: PageSize,
     /// Host CPUs for QEMU's own threads, those of devices included.
     pub emulator: CpuSet,
@@ -71,7 +71,7 @@ pub struct VmPlan {
 pub struct Vcpu {
     /// The host's CPU that it runs on.
     pub host: u32,
-    /// Where it is in the guest.
+    /// Its place in the guest.
     pub slot: Slot,
     /// The guest's node that it belongs to.
     pub node: u32,
@@ -84,7 +84,7 @@ pub struct GuestNode {
     pub host: u32,
     /// Bytes.
     pub memory: u64,
-    /// How fast the memory is, where the host's firmware says so.
+    /// Bandwidth and latency of the memory, if the host's firmware has them.
     pub access: Option<Access>,
 }
 
@@ -111,9 +111,9 @@ pub enum PlanError {
     CpusShort {
         /// The VM.
         vm: String,
-        /// What it wants.
+        /// The wanted number.
         wanted: usize,
-        /// What there is.
+        /// The available number.
         left: usize,
         /// The node, where the VM names one.
         of: String,
@@ -173,11 +173,11 @@ pub enum PlanError {
         vm: String,
         /// MiB.
         wanted: u64,
-        /// What pages.
+        /// The pages.
         pages: PageSize,
-        /// What each node has left.
+        /// The free memory of each node.
         nodes: String,
-        /// What to do.
+        /// The remedy.
         remedy: &'static str,
     },
     /// QEMU has no words for a cache that several dies share.
@@ -218,7 +218,7 @@ pub enum PlanError {
     },
 }
 
-/// What is left while VMs choose.
+/// The free parts of the host while VMs choose.
 #[derive(Clone, Debug)]
 pub(crate) struct Ledger<'a> {
     pub host: &'a Topology,
@@ -343,7 +343,7 @@ fn nodes_of(ledger: &Ledger<'_>, request: &Request, cpus: &CpuSet) -> Result<Vec
     Ok(nodes)
 }
 
-/// Where QEMU's own threads run: on reserved CPUs of the VM's nodes, else on any reserved CPU, else beside the vCPUs.
+/// The CPUs of QEMU's own threads: reserved CPUs of the VM's nodes, else any reserved CPU, else those of the vCPUs.
 fn emulator_cpus(
     reserved: &BTreeMap<u32, CpuSet>,
     nodes: &[u32],
@@ -411,7 +411,7 @@ impl VmPlan {
         self.vcpus.iter().map(|vcpu| vcpu.host).collect()
     }
 
-    /// How many virtual CPUs it has.
+    /// The number of virtual CPUs.
     pub fn cpus(&self) -> u32 {
         u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX)
     }
@@ -426,7 +426,7 @@ impl VmPlan {
         (0..).zip(&self.vcpus).filter(|(_, vcpu)| vcpu.node == node).map(|(number, _)| number).collect()
     }
 
-    /// What the guest's kernel must find.
+    /// The topology that the guest's kernel must find.
     pub fn guest(&self) -> Topology {
         let lone = |package: u32| {
             let mut dies = self.vcpus.iter().filter(|v| v.slot.socket == package).map(|v| v.slot.die);

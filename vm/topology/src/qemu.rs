@@ -8,7 +8,7 @@ use crate::model::Device;
 use crate::plan::{GuestRoot, VmPlan};
 use crate::shape::{Shape, Slot};
 
-/// What a command line depends on beside the plan.
+/// The parts of a command line that don't come from the plan.
 #[derive(Clone, Copy, Debug)]
 pub struct Options<'a> {
     /// QEMU's version.
@@ -35,9 +35,9 @@ pub enum Inexpressible {
     Slots {
         /// The VM.
         vm: String,
-        /// What it needs.
+        /// The needed number.
         wanted: u32,
-        /// What there is.
+        /// The available number.
         most: u32,
         /// QEMU's version.
         version: String,
@@ -78,7 +78,7 @@ pub fn arguments(plan: &VmPlan, options: &Options<'_>) -> Result<Vec<Argument>, 
     Ok(list)
 }
 
-/// Whose CPU a guest sees.
+/// The vendor of the CPU that a guest sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vendor {
     /// AMD's: `topoext` tells the guest of threads and dies, and QEMU never sets it by itself.
@@ -99,7 +99,7 @@ impl Vendor {
     }
 }
 
-/// What `-cpu` must say beside the model, with a comma before each.
+/// The flags of `-cpu` after the model, each with a comma before it.
 pub fn cpu_flags(plan: &VmPlan, vendor: Vendor) -> String {
     let cache = if plan.l3 { ",l3-cache=on" } else { ",l3-cache=off" };
     let vendor = match vendor {
@@ -204,7 +204,7 @@ pub(crate) fn nearest_with_cpus(plan: &VmPlan, number: usize) -> usize {
     (0..plan.nodes.len()).filter(with_cpus).min_by_key(|node| (distance(*node), *node)).unwrap_or(0)
 }
 
-/// Which node each slot belongs to, said of sockets where a socket is of one node, else of dies, else of cores.
+/// The node of each slot, given for sockets if a socket is of one node, else for dies, else for cores.
 fn nodes_of_slots(plan: &VmPlan, options: &Options<'_>, list: &mut Vec<Argument>) {
     let Shape { sockets, dies, cores, .. } = shape(plan, options);
     let known: BTreeMap<(u32, u32, u32), u32> =
@@ -252,7 +252,7 @@ fn distances(plan: &VmPlan, list: &mut Vec<Argument>) {
     }
 }
 
-/// Whether the speed of all nodes is known: QEMU's HMAT wants it of each or of none.
+/// Returns whether the speed of all nodes is known: QEMU's HMAT wants it of each or of none.
 pub fn has_access(plan: &VmPlan) -> bool {
     plan.nodes.len() > 1 && plan.nodes.iter().all(|node| node.access.is_some())
 }

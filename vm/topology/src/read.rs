@@ -49,7 +49,7 @@ pub fn synthetic(description: &str) -> Result<Topology> {
     Ok(plain(&built(builder)?))
 }
 
-/// What this process finds in the folder that [`FSROOT`] names, as JSON on the standard output: the child's part of [`folder`].
+/// Prints the topology in the folder that [`FSROOT`] names, as JSON: the child's part of [`folder`].
 ///
 /// # Errors
 /// The variable is not set, or hwloc finds nothing.
@@ -153,7 +153,7 @@ fn nodes(found: &Hwloc) -> Vec<Node> {
     nodes
 }
 
-/// How fast the nearest CPUs reach a node; none where the firmware does not say both.
+/// Bandwidth and latency from the nearest CPUs to a node; None: the firmware does not have both.
 fn access(found: &Hwloc, node: &TopologyObject) -> Option<Access> {
     let best = |attribute: MemoryAttribute<'_>| Some(attribute.best_initiator(node).ok()??.1);
     let bandwidth = best(MemoryAttribute::bandwidth(found)).filter(|value| *value > 0)?;
@@ -221,7 +221,7 @@ fn devices(object: &TopologyObject, into: &mut Vec<Device>) {
     }
 }
 
-/// Counts the huge pages of a node that nobody uses; hwloc knows how many there are.
+/// Counts the free huge pages of a node; hwloc knows the number of all.
 fn count_free(root: &Path, node: &mut Node) {
     let folder = root.join(format!("sys/devices/system/node/node{}/hugepages", node.os));
     for pages in &mut node.huge {

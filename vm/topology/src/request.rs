@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What VMs ask of the host's topology.
+//! Requests of VMs for parts of the host.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::cpus::CpuSet;
 
-/// Which part of the host a VM lies on.
+/// The part of the host that a VM lies on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// All that nobody else has.
+    /// All free CPUs.
     Host,
-    /// All that nobody else has of one NUMA node.
+    /// All free CPUs of one NUMA node.
     Node(u32),
     /// So many CPUs as the VM has, close together.
     Close,
@@ -70,7 +70,7 @@ impl<'de> Deserialize<'de> for Part {
     }
 }
 
-/// Which pages the memory of a VM is made of.
+/// The pages of a VM's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pages {
@@ -92,9 +92,9 @@ pub enum Pages {
 pub struct Request {
     /// The VM's name.
     pub name: String,
-    /// Which part.
+    /// The part of the host.
     pub part: Part,
-    /// How many CPUs, where the part is [`Part::Close`].
+    /// The number of CPUs, for [`Part::Close`].
     pub cpus: u32,
     /// Bytes, a multiple of 2 MiB.
     pub memory: u64,

@@ -13,7 +13,7 @@ use crate::cpus::CpuSet;
 use crate::model::Topology;
 use crate::plan::PlanError;
 
-/// How wide a guest's machine is.
+/// The widths of a guest's machine: sockets, dies, cores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
     /// Sockets of the machine.
@@ -43,7 +43,7 @@ impl Shape {
     }
 }
 
-/// Where a CPU is in the guest.
+/// A CPU's place in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot {
     /// Socket of the machine.

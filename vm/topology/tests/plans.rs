@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What holds of each plan, on machines of many shapes up to 16 nodes and 1,024 CPUs.
+//! Properties of each plan, on machines of many shapes up to 16 nodes and 1,024 CPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 

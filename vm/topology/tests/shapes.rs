@@ -25,7 +25,7 @@ const MIB: u64 = 1 << 20;
 struct Shape {
     /// QEMU's arguments for CPUs, memory, nodes and root complexes.
     host: &'static [&'static str],
-    /// What must be found of the host, so that a shape that QEMU did not make fails.
+    /// The expected counts of the host, so that a shape that QEMU did not make fails.
     packages: usize,
     dies: usize,
     caches: usize,
@@ -305,7 +305,7 @@ fn stand_in(device: &Device) -> Option<String> {
     }
 }
 
-/// Where guests get their kernel and image from.
+/// Kernel and image of the guests.
 struct Bench {
     folder: tempfile::TempDir,
     kernel: Kernel,

@@ -3,13 +3,12 @@
 
 use std::collections::BTreeMap;
 
+use tombolo_control::net::config::QUEUES_MAX;
+
 use super::leases::{leases, subnet};
 use super::{NetSpec, NicAddress, NicSpec, Uplink};
 use crate::compose::check::{Fault, bad_name};
 use crate::compose::{Compose, Ready, VmSpec, nearest};
-
-/// Queue pairs that a port may have.
-const QUEUES_MAX: u32 = 16;
 
 /// A wrong setting of one table: its key and the message.
 type Wrong = (&'static str, String);
@@ -84,7 +83,7 @@ fn check_nic(
         };
         return fail(format!("vm.{name}.networks names the network '{net}', which is not declared; {hint}"));
     };
-    if nic.queues.is_some_and(|queues| queues == 0 || queues > QUEUES_MAX) {
+    if nic.queues.is_some_and(|queues| !(1..=QUEUES_MAX).contains(&queues)) {
         return fail(format!("vm.{name}.networks.{net}.queues: write 1 to {QUEUES_MAX}"));
     }
     if nic.vlan.is_some_and(|vlan| !(1..4095).contains(&vlan)) {

@@ -10,7 +10,7 @@ use super::{Mac, NetSpec, NicAddress, NicSpec, Subnet, Uplink};
 use crate::compose::Compose;
 use crate::project::state::hash;
 
-/// What one VM has in one network.
+/// The addresses of one VM in one network.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
     pub mac: Mac,

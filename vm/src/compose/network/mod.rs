@@ -2,11 +2,11 @@
 //! Networks as the compose file declares them.
 //!
 //! - [`leases`]: the MACs and addresses of VMs.
-//! - `subnet`: subnets and prefixes; `check`: what the file may not say.
+//! - `subnet`: IPv4 subnets; `check`: refuses what a switch can't do.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::Ipv4Addr;
 
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
@@ -17,20 +17,22 @@ mod subnet;
 
 pub(super) use check::check;
 pub use leases::{Lease, leases, settle};
-pub use subnet::{Prefix64, Subnet};
+pub use subnet::Subnet;
 pub use tombolo_control::Mac;
+pub use tombolo_control::net::address::Prefix64;
+pub use tombolo_control::net::config::Multicast;
 
 /// `[net.NAME]`
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NetSpec {
-    /// Where frames go that are for no VM; default: nowhere.
+    /// The network outside, for frames to no VM; default: none.
     pub uplink: Option<Uplink>,
     /// Addresses of the VMs; default without uplink: 10.86.N.0/24, N-th network of the file.
     pub subnet: Option<Subnet>,
     /// Prefix of 64 bits for the VMs' IPv6 addresses, which their kernels make of it and their MACs.
     pub subnet6: Option<Prefix64>,
-    /// Where frames for a multicast group go; default: `snoop`.
+    /// The receivers of frames for a multicast group; default: `snoop`.
     pub multicast: Option<Multicast>,
     /// The VMs' way out of the subnet.
     pub gateway: Option<Ipv4Addr>,
@@ -39,27 +41,15 @@ pub struct NetSpec {
     /// Largest IP packet of the VMs' devices; default: 1500.
     pub mtu: Option<u16>,
     /// Threads of the switch.
-    pub workers: Option<u32>,
+    pub workers: Option<usize>,
     /// Processors that they stay on, one each.
-    pub cpus: Vec<u32>,
+    pub cpus: Vec<usize>,
     /// Microseconds for which an idle worker goes on polling.
     pub poll_us: Option<u64>,
     /// Processor time that the switch may use, in hundredths of a processor.
     pub budget: Option<u32>,
-    /// Where Prometheus finds the counters.
+    /// The address for Prometheus.
     pub metrics: Option<tombolo_metrics::Place>,
-}
-
-/// `multicast =`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Multicast {
-    /// To VMs that have joined it, where a multicast router asks which those are; elsewhere to all.
-    Snoop,
-    /// To VMs that have joined it; the switch asks.
-    Query,
-    /// To all.
-    Flood,
 }
 
 /// `uplink =`
@@ -93,7 +83,7 @@ pub struct NicSpec {
     /// Its address; default: the next free one of the subnet.
     pub address: NicAddress,
     /// Queue pairs; default: 1.
-    pub queues: Option<u32>,
+    pub queues: Option<usize>,
     /// Reaches only the uplink.
     pub isolated: bool,
     pub vlan: Option<u16>,
@@ -109,7 +99,7 @@ pub enum NicAddress {
     /// The next free one of the subnet, where there is one.
     #[default]
     Auto,
-    /// Whatever the guest does by itself.
+    /// The guest sets its address itself.
     None,
     /// By DHCP, in a guest of the guest kit.
     Dhcp,
@@ -154,50 +144,6 @@ impl<'de> Deserialize<'de> for Nics {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
         crate::compose::named::deserialize(d, "network", "lan = { address = \"10.0.0.5\" }").map(Nics)
     }
-}
-
-/// What the file says of a VM's port, as the switch's configuration has it; `dhcp`: the switch gives it its address.
-#[must_use]
-pub fn port(
-    vm: &str,
-    socket: &std::path::Path,
-    nic: &NicSpec,
-    lease: &Lease,
-    dhcp: bool,
-) -> serde_json::Value {
-    let mut port = serde_json::json!({
-        "name": vm, "socket": socket, "macs": [lease.mac], "queues": nic.queues.unwrap_or(1), "isolated": nic.isolated,
-    });
-    if let Some(vlan) = nic.vlan {
-        port["vlan"] = serde_json::json!({ "access": vlan });
-    }
-    if nic.check_address {
-        let four = lease.address.map(|(ip, _)| IpAddr::V4(ip));
-        let own: Vec<_> = four.into_iter().chain(lease.address6.map(IpAddr::V6)).collect();
-        if !own.is_empty() {
-            port["ips"] = serde_json::json!(own);
-        }
-    }
-    if nic.router {
-        port["router"] = true.into();
-    }
-    if let (true, Some((ip, _))) = (dhcp, lease.address) {
-        port["address"] = serde_json::json!(ip);
-    }
-    port
-}
-
-/// The switch's DHCP service, as its configuration has it, for a network whose subnet is settled. It goes by the router's address, or by the
-/// subnet's first, which no VM has.
-#[must_use]
-pub fn service(net: &str, spec: &NetSpec) -> Option<serde_json::Value> {
-    let subnet = spec.subnet.filter(|_| spec.dhcp)?;
-    let own = spec.gateway.unwrap_or_else(|| subnet.first());
-    let mut service = serde_json::json!({ "address": format!("{own}/{}", subnet.prefix), "domain": net });
-    if let Some(gateway) = spec.gateway {
-        service["router"] = serde_json::json!(gateway);
-    }
-    Some(service)
 }
 
 #[cfg(test)]

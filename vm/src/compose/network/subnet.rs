@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Subnets and prefixes of networks.
+//! IPv4 subnets.
 
 use std::fmt;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::Ipv4Addr;
 use std::str::FromStr;
 
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
-
-use super::Mac;
 
 /// An IPv4 subnet, "10.0.0.0/24".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +23,7 @@ impl Subnet {
     }
 
     /// The first address, which VMs have only where the file says so.
-    pub(super) fn first(self) -> Ipv4Addr {
+    pub(crate) fn first(self) -> Ipv4Addr {
         Ipv4Addr::from(u32::from(self.base) + 1)
     }
 
@@ -67,56 +65,14 @@ impl FromStr for Subnet {
     }
 }
 
-/// An IPv6 network's prefix of 64 bits, "fd00:86::/64".
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Prefix64(Ipv6Addr);
-
-impl Prefix64 {
-    /// The address that a guest's kernel makes of the prefix and its MAC (RFC 4291, appendix A).
-    #[must_use]
-    pub fn of(self, mac: Mac) -> Ipv6Addr {
-        let [a, b, c, d, e, f] = mac.0;
-        let [p, q, r, s, ..] = self.0.segments();
-        let own = [[a ^ 2, b], [c, 0xff], [0xfe, d], [e, f]].map(u16::from_be_bytes);
-        Ipv6Addr::new(p, q, r, s, own[0], own[1], own[2], own[3])
+impl Serialize for Subnet {
+    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
     }
 }
 
-impl fmt::Display for Prefix64 {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/64", self.0)
+impl<'de> Deserialize<'de> for Subnet {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        String::deserialize(d)?.parse().map_err(de::Error::custom)
     }
 }
-
-impl FromStr for Prefix64 {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        let base = text.strip_suffix("/64").and_then(|t| t.parse::<Ipv6Addr>().ok());
-        let plain = |ip: &Ipv6Addr| {
-            !ip.is_multicast()
-                && !ip.is_unspecified()
-                && !ip.is_unicast_link_local()
-                && ip.segments()[4..] == [0; 4]
-        };
-        match base.filter(plain) {
-            Some(base) => Ok(Prefix64(base)),
-            None => Err(format!("'{text}' is no IPv6 prefix of 64 bits; write one such as \"fd00:86::/64\"")),
-        }
-    }
-}
-
-macro_rules! as_text {
-    ($($name:ident)*) => {$(
-        impl Serialize for $name {
-            fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-                s.collect_str(self)
-            }
-        }
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-                String::deserialize(d)?.parse().map_err(de::Error::custom)
-            }
-        }
-    )*};
-}
-as_text! { Subnet Prefix64 }

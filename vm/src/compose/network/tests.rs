@@ -65,16 +65,9 @@ fn an_uplink_leaves_addresses_to_whoever_is_there() {
 fn a_network_with_dhcp_gives_addresses_to_those_who_ask_and_needs_no_agent() {
     let text = "[net.lan]\ndhcp = true\n[vm.a]\nready = \"running\"\nnetworks = { lan = { address = \"dhcp\" } }\n\
                 [vm.b]\nnetworks = [\"lan\"]\n";
-    let project = parse(text).unwrap();
     let plan = plan(text, "lan");
     assert_eq!((plan["a"].address, plan["a"].dhcp), (Some((Ipv4Addr::new(10, 86, 0, 2), 24)), true));
     assert_eq!((plan["b"].address, plan["b"].dhcp), (Some((Ipv4Addr::new(10, 86, 0, 3), 24)), false));
-    let nic = &project.compose.vm["a"].networks.0["lan"];
-    assert_eq!(port("a", Path::new("/s"), nic, &plan["a"], true)["address"], "10.86.0.2");
-    let mut compose = project.compose.clone();
-    settle(&mut compose, &BTreeMap::new());
-    let service = service("lan", &compose.net["lan"]).unwrap();
-    assert_eq!((&service["address"], &service["domain"]), (&"10.86.0.1/24".into(), &"lan".into()));
     let error = |text: &str| parse(text).unwrap_err();
     let e = error("[net.out]\nuplink = \"user\"\ndhcp = true\n[vm.a]\nnetworks = [\"out\"]\n");
     assert!(e.contains(":3: ") && e.contains("add subnet ="), "{e}");
@@ -92,11 +85,6 @@ fn a_network_with_an_ipv6_prefix_says_which_address_each_vm_makes() {
                 networks = { lan = { mac = \"52:54:00:00:00:0b\", check_address = true, router = true } }\n";
     let lease = &plan(text, "lan")["a"];
     assert_eq!(lease.address6.unwrap().to_string(), "fd00:86::5054:ff:fe00:b");
-    let project = parse(text).unwrap();
-    let nic = &project.compose.vm["a"].networks.0["lan"];
-    let port = port("a", Path::new("/s"), nic, lease, false);
-    assert_eq!(port["ips"], serde_json::json!(["10.86.0.2", "fd00:86::5054:ff:fe00:b"]));
-    assert_eq!(port["router"], true);
     for text in ["fd00::/48", "fd00::1/64", "fe80::/64", "10.0.0.0/24"] {
         let e = parse(&format!("[net.lan]\nsubnet6 = \"{text}\"\n")).unwrap_err();
         assert!(e.contains("such as \"fd00:86::/64\""), "{e}");
@@ -128,13 +116,8 @@ fn what_is_wrong_is_named_with_line_and_remedy() {
 }
 
 #[test]
-fn a_port_says_what_the_file_says() {
+fn a_vms_devices_survive_the_way_to_the_supervisor() {
     let p = parse("[net.lan]\n[vm.a]\nnetworks = { lan = { vlan = 5, isolated = true, check_address = true, queues = 2 } }\n").unwrap();
-    let lease = &leases(&p.compose, "p", "lan", &BTreeMap::new()).unwrap()["a"];
-    let port = port("a", Path::new("/s"), &p.compose.vm["a"].networks.0["lan"], lease, false);
-    assert_eq!(port["vlan"]["access"], 5);
-    assert_eq!(port["ips"][0], "10.86.0.2");
-    assert_eq!((&port["queues"], &port["isolated"]), (&2.into(), &true.into()));
     let json = serde_json::to_string(&p).unwrap();
     assert_eq!(serde_json::from_str::<Project>(&json).unwrap(), p);
 }

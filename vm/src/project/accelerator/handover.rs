@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use tombolo_zone::doorbell::handover::Paused;
 use tombolo_zone::keep::{Keep, Kept};
 
-use super::seat::{Channels, Reach, Seat};
+use super::slot::{Channels, Reach, Slot};
 use super::{Accelerator, Runs, Server, lock, names};
 use crate::compose::accelerator::{AccelSpec, AccelUse};
 use crate::machine::Machine;
@@ -19,24 +19,25 @@ use crate::project::owner::Owner;
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, HostZoneState};
 
-/// What the next program needs to go on with an accelerator.
+/// The state of an accelerator that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct AcceleratorState {
     name: String,
     spec: AccelSpec,
     scratch: Option<PathBuf>,
-    seats: BTreeMap<String, SeatState>,
+    #[serde(alias = "seats")]
+    slots: BTreeMap<String, SlotState>,
     link: Option<Kept>,
     runs: RunsState,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct SeatState {
+struct SlotState {
     zone: HostZoneState,
     used: AccelUse,
     served: Option<bool>,
     library: Option<bool>,
-    /// What the owner VM has of the zone; `None`: no VM serves it.
+    /// The owner VM's access to the zone; `None`: no VM serves it.
     reach: Option<Reach>,
 }
 
@@ -47,28 +48,28 @@ enum RunsState {
 }
 
 impl Accelerator {
-    /// Lets the zones' doorbells stand still until what is returned is dropped, and notes what the next program needs; nobody is in the
-    /// household, so that the server owes no answer.
+    /// Pauses the zones' doorbells until the second value is dropped, and returns the state for the next program. The caller has closed
+    /// `BACKGROUND`, so the server owes no answer.
     ///
     /// # Errors
     /// Those of the zones.
     pub fn hand_over(&self, keep: &mut Keep) -> anyhow::Result<(AcceleratorState, Vec<Paused>)> {
         let server = &self.server;
         let link = lock(&server.link).as_ref().map(|link| keep.add(&*lock(link).socket()));
-        let (mut seats, mut paused) = (BTreeMap::new(), Vec::new());
-        for (vm, seat) in &*lock(&server.seats) {
-            let (zone, bells) = seat.zone.hand_over(keep)?;
+        let (mut slots, mut paused) = (BTreeMap::new(), Vec::new());
+        for (vm, slot) in &*lock(&server.slots) {
+            let (zone, bells) = slot.zone.hand_over(keep)?;
             paused.push(bells);
-            let reach = seat.channels.as_ref().map(|channels| channels.reach);
-            let (used, served, library) = (seat.used.clone(), seat.served, seat.library);
-            seats.insert(vm.clone(), SeatState { zone, used, served, library, reach });
+            let reach = slot.channels.as_ref().map(|channels| channels.reach);
+            let (used, served, library) = (slot.used.clone(), slot.served, slot.library);
+            slots.insert(vm.clone(), SlotState { zone, used, served, library, reach });
         }
         let runs = match &self.runs {
             Runs::Here(keeper) => RunsState::Here(keeper.hand_over()),
             Runs::In(owner) => RunsState::In { vm: owner.vm().to_owned(), starts: owner.starts() },
         };
         let (name, spec, scratch) = (server.name.clone(), server.spec.clone(), server.scratch.clone());
-        Ok((AcceleratorState { name, spec, scratch, seats, link, runs }, paused))
+        Ok((AcceleratorState { name, spec, scratch, slots, link, runs }, paused))
     }
 
     /// Goes on with an accelerator of the program before; `dir` is the project's folder.
@@ -80,15 +81,15 @@ impl Accelerator {
         dir: &Path,
         machines: &BTreeMap<String, Arc<Machine>>,
     ) -> anyhow::Result<Accelerator> {
-        let mut seats = BTreeMap::new();
-        for (vm, seat) in left.seats {
-            let SeatState { zone, used, served, library, reach } = seat;
+        let mut slots = BTreeMap::new();
+        for (vm, slot) in left.slots {
+            let SlotState { zone, used, served, library, reach } = slot;
             let zone = Arc::new(HostZone::take_over(zone)?);
             let (channels, window) = used.geometry();
             let channels = reach
                 .map(|reach| anyhow::Ok(Channels { area: zone.resume_calls(channels, window)?, reach }))
                 .transpose()?;
-            seats.insert(vm, Seat { zone, used, served, library, channels });
+            slots.insert(vm, Slot { zone, used, served, library, channels });
         }
         let link = left.link.map(Kept::take).transpose()?;
         let link = link.map(|socket| Arc::new(Mutex::new(Peer::new(UnixStream::from(socket)))));
@@ -97,7 +98,7 @@ impl Accelerator {
             spec: left.spec,
             scratch: left.scratch,
             telling: Mutex::default(),
-            seats: Mutex::new(seats),
+            slots: Mutex::new(slots),
             link: Mutex::new(link),
         });
         let runs = match left.runs {

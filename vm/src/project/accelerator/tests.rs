@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Seats, and who has which zone.
+//! Slots, and the members of their zones.
 
 use super::*;
 use crate::compose::accelerator::AccelUse;
 use std::io::{BufRead, BufReader, Write};
 
-/// Seats of the VMs a and b, and what becomes of them when a server refuses a.
+/// Slots of the VMs a and b, whose server may refuse a.
 fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
-    let seat = |served| {
+    let slot = |served| {
         let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
-        Seat { zone, used: AccelUse::default(), served, library: None, channels: None }
+        Slot { zone, used: AccelUse::default(), served, library: None, channels: None }
     };
-    let seats = [("a".to_owned(), seat(before)), ("b".to_owned(), seat(before))];
+    let slots = [("a".to_owned(), slot(before)), ("b".to_owned(), slot(before))];
     let server = Server {
         name: "cl".into(),
         spec: AccelSpec::default(),
         scratch: None,
         telling: Mutex::default(),
-        seats: Mutex::new(seats.into()),
+        slots: Mutex::new(slots.into()),
         link: Mutex::default(),
     };
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -29,7 +29,7 @@ fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
         }
     });
     let result = server.begin(Peer::new(ours));
-    let served = lock(&server.seats).values().map(|seat| seat.served).collect();
+    let served = lock(&server.slots).values().map(|slot| slot.served).collect();
     drop(server);
     answering.join().unwrap();
     (result, served)
@@ -51,20 +51,20 @@ fn a_zone_that_no_server_could_ever_enter_is_an_error() {
 #[test]
 fn a_server_that_hangs_while_it_is_told_of_a_vm_holds_up_no_look_at_the_seats() {
     let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
-    let seat = Seat { zone, used: AccelUse::default(), served: None, library: None, channels: None };
+    let slot = Slot { zone, used: AccelUse::default(), served: None, library: None, channels: None };
     let server = Server {
         name: "cl".into(),
         spec: AccelSpec::default(),
         scratch: None,
         telling: Mutex::default(),
-        seats: Mutex::new([("a".to_owned(), seat)].into()),
+        slots: Mutex::new([("a".to_owned(), slot)].into()),
         link: Mutex::default(),
     };
     let (ours, theirs) = UnixStream::pair().unwrap();
     std::thread::scope(|scope| {
         let telling = scope.spawn(|| server.begin(Peer::new(ours)));
         BufReader::new(&theirs).read_line(&mut String::new()).unwrap();
-        assert!(server.seats.try_lock().is_ok(), "the seats are locked while the server is asked");
+        assert!(server.slots.try_lock().is_ok(), "the slots are locked while the server is asked");
         drop(theirs);
         assert!(telling.join().unwrap().is_err());
     });
@@ -81,8 +81,8 @@ fn owned() -> (Accelerator, Project) {
 
 /// The clients whose zones the owner VM has, as it runs now.
 fn reached(accelerator: &Accelerator) -> Vec<String> {
-    let seats = lock(&accelerator.server.seats);
-    let there = seats.iter().filter(|(_, seat)| seat.reach().is_some_and(|reach| reach != Reach::Apart));
+    let slots = lock(&accelerator.server.slots);
+    let there = slots.iter().filter(|(_, slot)| slot.reach().is_some_and(|reach| reach != Reach::Apart));
     there.map(|(vm, _)| vm.clone()).collect()
 }
 

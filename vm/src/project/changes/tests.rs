@@ -57,7 +57,7 @@ fn everything() -> Wish {
     Wish::default()
 }
 
-/// What runs after the actions.
+/// The project after the actions.
 fn apply(running: &Side, wanted: &Side, actions: &[Action]) -> Side {
     let mut after = running.clone();
     let of = |side: &mut Side, kind: Kind| match kind {
@@ -133,7 +133,7 @@ proptest! {
         let first = plan(&running, &wanted, &wish);
         let second = plan(&apply(&running, &wanted, &first), &wanted, &wish);
         for action in &second {
-            // The name of a project without VMs is nobody's news.
+            // A new name of a project without VMs is no news.
             prop_assert!(!action.acts() || matches!(action, Action::Rename { .. }), "{action:?} after {first:?}");
         }
         let left = |actions: &[Action]| actions.iter().filter(|a| matches!(a, Action::Wait { .. } | Action::Orphan { .. })).cloned().collect::<Vec<_>>();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What follows a VM's end: a reboot gets its next QEMU at once, and a restart policy starts it again after a pause.
+//! The consequences of a VM's end: a guest that reboots gets its next QEMU at once, and a restart policy starts a VM again after a pause.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ impl Supervisor {
     }
 
     /// Starts a VM again as often as its policy says, with growing pauses, until one start has led to a new QEMU, whose own end is another
-    /// call. A VM that was stopped or started by somebody else meanwhile is left alone.
+    /// call. A VM that a command stopped or started meanwhile is left alone.
     fn start_again(self: &Arc<Self>, old: &Arc<Machine>) {
         let name = old.name();
         while let Some(pause) = old.ending().and_then(|clean| old.spec().restart.pause(clean, old.attempts()))
@@ -46,7 +46,7 @@ impl Supervisor {
         old.stay_ended();
     }
 
-    /// Whether this is still what the project has under the VM's name.
+    /// Returns whether this is still the project's machine of that VM.
     fn is_current(&self, machine: &Arc<Machine>) -> bool {
         self.lock().machines.get(machine.name()).is_some_and(|m| Arc::ptr_eq(m, machine))
     }

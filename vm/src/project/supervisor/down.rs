@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How VMs are stopped, and with the last of them the project. All of it takes [`LONGEST`] at most: a command that is in the way is cut off
+//! The stop of VMs, and of the project with the last of them. It takes [`LONGEST`] at most: a command that is in the way is cut off
 //! by the end of its VMs, and if that does not help by the end of this process, with which everything ends that it started.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,7 +65,7 @@ impl Supervisor {
     pub(super) fn down_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
         self.ending.store(true, Ordering::Release);
         let stopped = self.clear_all(reporter);
-        // Whoever fixes what is wrong may start VMs again.
+        // If the stop failed, the user may start VMs again.
         self.ending.store(stopped.is_ok(), Ordering::Release);
         stopped
     }

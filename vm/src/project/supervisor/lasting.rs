@@ -12,7 +12,7 @@ use tombolo_zone::keep::{Keep, Kept};
 
 use super::Reporter;
 use crate::machine::Machine;
-use crate::project::barrier::{HOUSEHOLD, Inside};
+use crate::project::barrier::{BACKGROUND, Inside};
 use crate::project::control::{Event, Request};
 use crate::project::journal::{self, Since};
 use crate::project::peer::Peer;
@@ -30,7 +30,7 @@ struct Table {
     connections: BTreeMap<u64, (Arc<UnixStream>, What)>,
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum What {
     /// Its end tells of the supervisor's.
@@ -73,7 +73,7 @@ impl Lasting {
         let number = self.add(socket.clone(), What::Events(next));
         drop(inside);
         journal::follow(Since::Number(next), &|entry| {
-            let _inside = HOUSEHOLD.enter("an event for a client");
+            let _inside = BACKGROUND.enter("an event for a client");
             if let Some((entry, next)) = entry {
                 reporter.send(&Event::Happened(entry.clone()));
                 if let Some((_, what)) = self.lock().connections.get_mut(&number) {
@@ -95,14 +95,14 @@ impl Lasting {
         self.remove(number);
     }
 
-    /// Notes the connections for the next program of this process; nobody is in the household.
+    /// Notes the connections for the next program of this process. The caller has closed `BACKGROUND`.
     pub(super) fn hand_over(&self, keep: &mut Keep) -> Vec<(Kept, What)> {
         let table = self.lock();
         table.connections.values().map(|(socket, what)| (keep.add(&**socket), what.clone())).collect()
     }
 }
 
-/// Where a client of events begins that has named a time, in seconds since 1970.
+/// The first event for a client that has named a time, in seconds since 1970.
 pub(super) fn since(seconds: Option<f64>) -> Since {
     let time = |seconds| {
         let since = Duration::try_from_secs_f64(seconds).unwrap_or_default();

@@ -9,10 +9,10 @@ use crate::compose::depends::{Depends, Until};
 use crate::guest::health::Health;
 use crate::machine::{Machine, Phase};
 
-/// How often a wait looks whether the request was cancelled.
+/// The pause between two checks whether the request was cancelled.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How far a VM has come.
+/// The progress of a VM that is being started.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Reached {
     /// QEMU runs.
@@ -23,7 +23,7 @@ pub(super) enum Reached {
     Failed,
 }
 
-/// How far the VMs have come that are being started, and those that ran before.
+/// The progress of VMs that are being started, and of those that ran before.
 #[derive(Debug, Default)]
 pub(super) struct Order {
     reached: Mutex<BTreeMap<String, Reached>>,
@@ -81,10 +81,10 @@ impl Order {
     }
 }
 
-/// Finds what runs under a VM's name now: one that reboots is another machine afterwards.
+/// Finds the machine that runs under a VM's name now: a VM that reboots is another machine afterwards.
 pub(super) type Find<'a> = dyn Fn(&str) -> Option<Arc<Machine>> + Sync + 'a;
 
-/// Whether a VM is healthy, or has no check; false: not yet.
+/// Returns whether a VM is healthy or has no check.
 ///
 /// # Errors
 /// When it is unhealthy, or has ended and is not about to start again.
@@ -109,7 +109,7 @@ pub(super) fn is_healthy(name: &str, machine: &Find<'_>) -> anyhow::Result<bool>
     }
 }
 
-/// VMs in the order of their stop: each wave is stopped when the one before it has ended. What nobody depends on is first.
+/// VMs in the order of their stop: each wave is stopped when the one before it has ended. VMs on which none depends are first.
 pub(super) fn waves(vms: &BTreeMap<String, Depends>) -> Vec<BTreeSet<String>> {
     let mut left: BTreeSet<&String> = vms.keys().collect();
     let mut waves = Vec::new();

@@ -23,7 +23,7 @@ impl Supervisor {
         }
     }
 
-    /// Whether each VM of `starting` will find who owns its accelerators.
+    /// Checks that the owners of the accelerators of each VM of `starting` are up.
     ///
     /// # Errors
     /// Names the owner that is not up, and the remedy.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What runs, as [`changes::plan`] compares it, and the steps of a plan that come before anything is started.
+//! The running project, as [`changes::plan`] compares it, and the steps of a plan before the first start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::project::changes::{self, Action, Kind, Parts, Side, Wish};
 use crate::project::control::{Event, Stage};
 use crate::project::preflight;
 
-/// Whether a machine is one that `up` leaves alone.
+/// Returns whether `up` leaves a machine alone.
 fn runs(machine: &Machine) -> bool {
     !matches!(machine.phase(), Phase::Ended | Phase::Failed | Phase::Rebooting)
 }

@@ -22,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Connection {
     pub socket: UnixStream,
-    /// Whoever serves it is in the middle of a request until this is dropped.
+    /// Counts a request as running until it is dropped.
     pub inside: Inside,
     /// The process has no descriptor left but this one.
     pub scarce: bool,
@@ -110,7 +110,7 @@ fn is_own(socket: &UnixStream) -> bool {
     rustix::net::sockopt::socket_peercred(socket).is_ok_and(|peer| peer.uid == own || peer.uid.is_root())
 }
 
-/// Whether an accept failed for want of descriptors or memory: the caller still waits then.
+/// Returns whether an accept failed for want of descriptors or memory: the caller still waits then.
 fn is_want(error: &io::Error) -> bool {
     let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     wants.iter().any(|want| error.raw_os_error() == Some(want.raw_os_error()))

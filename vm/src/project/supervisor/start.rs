@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How the supervisor starts VMs: those that `up` asks for, all at once, and each one whose guest reboots.
+//! The starts of VMs: those of `up`, all at once, and those of guests that reboot.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::net::UnixStream;
@@ -30,7 +30,7 @@ use crate::project::session;
 use crate::project::zones::HostZone;
 use crate::qemu::version::Qemu;
 
-/// How often it is looked whether a VM is healthy.
+/// The pause between two checks whether a VM is healthy.
 const HEALTH: Duration = Duration::from_millis(100);
 
 impl Supervisor {
@@ -165,7 +165,7 @@ impl Supervisor {
             wished.extend(starting);
             return if wait { self.wait_healthy(&wished, &socket, reporter) } else { Ok(()) };
         }
-        // What this request started goes again; what ran before stays.
+        // The VMs that this request started are stopped again; those that ran before stay.
         let started = started.into_inner().unwrap_or_else(PoisonError::into_inner);
         for name in &starting {
             if started.iter().any(|machine| machine.name() == name) {
@@ -231,12 +231,12 @@ impl Supervisor {
         Ok(())
     }
 
-    /// What running VMs and zones of all projects of this user may still take.
+    /// The bytes that running VMs and zones of all projects of this user may still take.
     pub(super) fn promised(&self) -> u64 {
         self.all_projects().iter().map(host::promised).sum()
     }
 
-    /// What runs in all projects of this user, this one last. A supervisor that does not answer can't be counted.
+    /// The state of all projects of this user, this one last. A supervisor that does not answer can't be counted.
     fn all_projects(&self) -> Vec<Status> {
         let others = crate::project::state::supervisors().unwrap_or_default();
         let others = others.iter().filter(|found| found.process != std::process::id());
@@ -244,7 +244,7 @@ impl Supervisor {
         others.chain([self.status()]).collect()
     }
 
-    /// Where VMs that are to be started lie on the host, beside those that run.
+    /// The places on the host of VMs that are to be started, beside those that run.
     fn placements(
         &self,
         project: &Project,
@@ -272,7 +272,7 @@ impl Supervisor {
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
     pub(super) fn start_slowly(self: &Arc<Self>, old: &Arc<Machine>) {
         self.replace(old, "starts again, with all its memory", |report| {
-            // Whoever stopped it, or let it reboot, has decided already.
+            // A command has stopped it, or it reboots: there is nothing to do.
             if old.phase() != Phase::Up {
                 return Ok(());
             }
@@ -293,7 +293,7 @@ impl Supervisor {
         });
     }
 
-    /// Starts a VM again, unless somebody has stopped it, or brought it up again, meanwhile. `how` says it to whoever reads the log.
+    /// Starts a VM again, unless a command has stopped or started it meanwhile. `how` describes the start in the log.
     pub(super) fn replace(
         self: &Arc<Self>,
         old: &Arc<Machine>,
@@ -316,7 +316,7 @@ impl Supervisor {
         }
     }
 
-    /// What a VM is started from again; `attempt`: how often in a row its policy has done that, where it is why.
+    /// The start of a VM that ended. `attempt`: starts in a row by the restart policy, if that policy starts the VM.
     pub(super) fn wanted_again(&self, old: &Arc<Machine>, attempt: Option<u32>) -> anyhow::Result<Wanted> {
         let project = self.lock().project.clone();
         let near = project.file.parent().unwrap_or(Path::new("/"));

@@ -24,7 +24,7 @@ use crate::guest::health;
 use crate::machine::handover::MachineState;
 use crate::machine::{Machine, growth};
 use crate::project::accelerator::{Accelerator, AcceleratorState};
-use crate::project::barrier::{HOUSEHOLD, Inside, REQUESTS};
+use crate::project::barrier::{BACKGROUND, Inside, REQUESTS};
 use crate::project::control::{Event, Request};
 use crate::project::journal::{self, Entry, Since};
 use crate::project::network::{Network, NetworkState};
@@ -39,7 +39,7 @@ const CLOSING: Duration = Duration::from_millis(200);
 /// Between two tries, in which commands are heard.
 const PAUSE: Duration = Duration::from_millis(300);
 
-/// What the next program needs to go on with the project.
+/// The state of the project that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 struct State {
     #[serde(flatten)]
@@ -51,7 +51,7 @@ struct State {
     lock: Kept,
     door: DoorState,
     signals: Kept,
-    /// Who has asked for the upgrade.
+    /// The client of the upgrade.
     client: Kept,
     machines: Vec<MachineState>,
     zones: BTreeMap<String, HostZoneState>,
@@ -148,7 +148,7 @@ impl Supervisor {
         let Some(turn) = self.changing.take_within(Of::All, CLOSING) else {
             return Ok(Busy(vec!["the start of a VM".into()]));
         };
-        let household = match HOUSEHOLD.close(CLOSING) {
+        let background = match BACKGROUND.close(CLOSING) {
             Ok(closed) => closed,
             Err(what) => return Ok(Busy(what)),
         };
@@ -166,7 +166,7 @@ impl Supervisor {
         if *examined {
             return Err(self.become_it(next, state, keep));
         }
-        drop((doorbells, monitors, household, turn, requests));
+        drop((doorbells, monitors, background, turn, requests));
         next.examine(&state)?;
         *examined = true;
         Ok(Busy(Vec::new()))
@@ -304,7 +304,7 @@ impl Supervisor {
     }
 }
 
-/// Whether this program could go on with the state behind a descriptor.
+/// Checks that this program could go on with the state behind a descriptor.
 ///
 /// # Errors
 /// Why it can't.
@@ -331,8 +331,9 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     drop(fd);
     drop(state.head.program.take()?);
     let client = UnixStream::from(state.client.take()?);
-    // Whatever begins waits until all is there.
-    let standstill = HOUSEHOLD.close(Duration::ZERO).map_err(|_| anyhow::anyhow!("somebody was faster"))?;
+    // Threads that begin wait until the state is complete.
+    let standstill =
+        BACKGROUND.close(Duration::ZERO).map_err(|_| anyhow::anyhow!("another thread runs already"))?;
     crate::log::resume(&state.dir.join("supervisor.log"));
     let version = state.head.version;
     let ownership = Ownership { lock: state.lock.take()?.into(), door: state.door.resume()? };

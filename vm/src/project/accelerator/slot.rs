@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The places of VMs at an accelerator's server.
+//! The slots of VMs at an accelerator's server.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,14 +12,14 @@ use crate::compose::accelerator::AccelUse;
 use crate::project::owner::{self, Client};
 use crate::project::zones::HostZone;
 
-/// A VM's place at the server.
+/// A VM's zone for calls, and what the server grants it.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct Slot {
     pub(super) zone: Arc<HostZone>,
     pub(super) used: AccelUse,
     /// The server is in its zone; `None`: none has ever been.
     pub(super) served: Option<bool>,
-    /// Whether its guest had the client library when it came up.
+    /// Set if the guest had the client library when it came up.
     pub(super) library: Option<bool>,
     /// The zone's channels, where a VM serves them.
     pub(super) channels: Option<Channels>,
@@ -31,7 +31,7 @@ pub(super) struct Channels {
     pub(super) reach: Reach,
 }
 
-/// What the owner VM, as it runs now, has of a client's zone.
+/// The access of the running owner VM to a client's zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Reach {
     /// Nothing.
@@ -48,7 +48,7 @@ impl std::fmt::Debug for Channels {
     }
 }
 
-impl Seat {
+impl Slot {
     /// None: no VM serves it.
     pub(super) fn reach(&self) -> Option<Reach> {
         self.channels.as_ref().map(|channels| channels.reach)
@@ -58,7 +58,7 @@ impl Seat {
         self.channels.iter_mut().for_each(|channels| channels.reach = reach);
     }
 
-    /// What a server is told of a VM whose zone it finds there.
+    /// The request that makes a server serve a VM, whose zone is at this path.
     pub(super) fn guest(&self, vm: &str, zone: PathBuf) -> Guest {
         let (channels, window) = self.used.geometry();
         Guest {
@@ -73,7 +73,7 @@ impl Seat {
         }
     }
 
-    /// What the owner VM is told of a VM.
+    /// The request that makes the owner VM serve a VM.
     pub(super) fn client(&self, vm: &str) -> Client {
         let uuid = self.zone.uuid();
         let guest = self.guest(vm, owner::device(&uuid).into());
