@@ -33,7 +33,7 @@ use crate::project::state::StateDir;
 use crate::project::upgrade::{self, FORMAT, Head, Program};
 use crate::project::zones::{HostZone, HostZoneState};
 
-/// Time for each barrier to close. Commands that come meanwhile wait: their patience is some seconds.
+/// Time for each barrier to close. Commands that come meanwhile wait, for some seconds at most.
 const CLOSING: Duration = Duration::from_secs(1);
 /// Between two tries, in which commands are heard.
 const PAUSE: Duration = Duration::from_millis(300);
