@@ -227,6 +227,10 @@ impl Supervisor {
             }
             self.tend_accelerators();
             drop(inside);
+            let machines: Vec<_> = self.lock().machines.values().cloned().collect();
+            for machine in machines {
+                machine.tend_stall();
+            }
             std::thread::sleep(TEND);
         }
     }

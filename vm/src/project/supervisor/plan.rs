@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The running project, as [`changes::plan`] compares it, and the steps of a plan before the first start.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::{Beside, Reporter, Supervisor};
@@ -25,13 +25,13 @@ impl Supervisor {
     }
 
     /// The VMs that a plan leaves running.
-    pub(super) fn kept(&self, actions: &[Action]) -> Vec<Arc<Machine>> {
+    pub(super) fn kept(&self, actions: &[Action]) -> BTreeSet<String> {
         let inner = self.lock();
         let left = actions.iter().filter_map(|action| match action {
             Action::Keep { kind: Kind::Vm, name } | Action::Wait { kind: Kind::Vm, name, .. } => Some(name),
             _ => None,
         });
-        left.filter_map(|name| inner.machines.get(name).cloned()).collect()
+        left.filter(|name| inner.machines.contains_key(*name)).cloned().collect()
     }
 
     /// The answer to a dry run.

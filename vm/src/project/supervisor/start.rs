@@ -14,6 +14,8 @@ use tombolo_topology::plan::VmPlan;
 use super::launch::Wanted;
 use super::order::{self, Order, Reached};
 use super::plan::{replaced, started, take_out};
+use super::requests::LOOK;
+use super::turn::{Of, Turn};
 use super::{Beside, Reporter, Supervisor};
 use crate::compose::{Project, VmSpec};
 use crate::guest::kit;
@@ -40,7 +42,7 @@ impl Supervisor {
         peer: Peer,
         reporter: &Reporter,
     ) -> anyhow::Result<()> {
-        let _changing = self.turn(&peer.socket(), reporter)?;
+        let changing = self.turn(&peer.socket(), reporter)?;
         self.check_not_ending()?;
         wish.check(&project)?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
@@ -52,10 +54,10 @@ impl Supervisor {
             preflight::examine(&project, &running, &actions, || self.promised())?;
         let mut placements = self.placements(&project, &missing)?;
         self.check_owners(&project, &started(&actions).collect())?;
-        let mut up_before = self.kept(&actions);
+        let mut wished: BTreeSet<String> = self.kept(&actions);
         let order = Order::default();
-        for machine in &up_before {
-            order.reach(machine.name(), Reached::Ready(machine.clone()));
+        for name in &wished {
+            order.reach(name, Reached::Ready);
         }
         let hypervisors = self.choose_hypervisors(&qemu, &missing, &near, reporter)?;
         self.check_not_ending()?;
@@ -86,6 +88,8 @@ impl Supervisor {
             inner.accelerators.extend(served);
             inner.project = project;
         }
+        let starting: BTreeSet<String> = missing.iter().map(|(name, ..)| name.clone()).collect();
+        changing.narrow(starting.clone());
 
         // The client's going, or its word, cancels what has not been finished.
         let started: Mutex<Vec<Arc<Machine>>> = Mutex::new(Vec::new());
@@ -116,7 +120,7 @@ impl Supervisor {
                         spec,
                         boot,
                     };
-                    let (started, cancelled, order) = (&started, &cancelled, &order);
+                    let (started, cancelled, order, changing) = (&started, &cancelled, &order, &changing);
                     let depends = wanted.spec.depends_on.clone();
                     scope.spawn(move || {
                         let registered = |machine: &Arc<Machine>| {
@@ -128,15 +132,15 @@ impl Supervisor {
                         };
                         let report = |stage: Stage, detail: &str| reporter.stage(&name, stage, detail);
                         let waits = |what: &str| report(Stage::Waiting, what);
+                        let find = |vm: &str| self.machine(vm).ok();
                         let result = order
-                            .wait(&name, &depends, &|| cancelled.load(Ordering::Acquire), &waits)
+                            .wait(&name, &depends, &find, &|| cancelled.load(Ordering::Acquire), &waits)
                             .and_then(|()| self.start_one(wanted, &registered, &report));
-                        match self.lock().machines.get(&name) {
-                            Some(machine) if result.is_ok() => {
-                                order.reach(&name, Reached::Ready(machine.clone()))
-                            }
-                            _ => order.reach(&name, Reached::Failed),
+                        if result.is_ok() {
+                            // It may reboot while others start.
+                            changing.release(&name);
                         }
+                        order.reach(&name, if result.is_ok() { Reached::Ready } else { Reached::Failed });
                         if let Err(e) = &result {
                             let first = format!("{e:#}");
                             report(Stage::Failed, first.lines().next().unwrap_or_default());
@@ -157,18 +161,18 @@ impl Supervisor {
         let errors: Vec<String> =
             results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect();
         if errors.is_empty() && !cancelled.load(Ordering::Acquire) {
-            up_before.extend(started.into_inner().unwrap_or_else(PoisonError::into_inner));
-            return if wait { wait_healthy(&up_before, &socket, reporter) } else { Ok(()) };
+            drop(changing);
+            wished.extend(starting);
+            return if wait { self.wait_healthy(&wished, &socket, reporter) } else { Ok(()) };
         }
         // The VMs that this request started are stopped again; those that ran before stay.
-        for machine in started.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            let report = |stage: Stage, detail: &str| reporter.stage(machine.name(), stage, detail);
-            if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
-                crate::say!("{e:#}");
+        let started = started.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for name in &starting {
+            if started.iter().any(|machine| machine.name() == name) {
+                self.take_back(name, &changing, reporter);
+            } else if self.machine(name).is_err() {
+                disks::discard(&self.dir, Some(name));
             }
-            self.lock().machines.remove(machine.name());
-            disks::discard(&self.dir, Some(machine.name()));
-            self.leave_zones(machine.name(), machine.zones().keys());
         }
         let mut inner = self.lock();
         for name in opened_names {
@@ -184,6 +188,47 @@ impl Supervisor {
             anyhow::bail!("cancelled; everything that was started has been stopped");
         }
         anyhow::bail!("{}", errors.join("\n"))
+    }
+
+    /// Stops a VM that this request has started, or whose reboot has begun since.
+    fn take_back(&self, name: &str, changing: &Turn<'_>, reporter: &Reporter) {
+        while !changing.reclaim(name, LOOK) {
+            if let Ok(machine) = self.machine(name) {
+                machine.cancel();
+            }
+        }
+        let Ok(machine) = self.machine(name) else { return };
+        let report = |stage: Stage, detail: &str| reporter.stage(name, stage, detail);
+        if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
+            crate::say!("{e:#}");
+        }
+        self.lock().machines.remove(name);
+        disks::discard(&self.dir, Some(name));
+        self.leave_zones(name, machine.zones().keys());
+    }
+
+    /// Waits until all these VMs are healthy. They stay as they are if one is not, or the client goes.
+    fn wait_healthy(
+        &self,
+        names: &BTreeSet<String>,
+        client: &UnixStream,
+        reporter: &Reporter,
+    ) -> anyhow::Result<()> {
+        let find = |vm: &str| self.machine(vm).ok();
+        for name in names {
+            let mut told = false;
+            while !order::is_healthy(name, &find)? {
+                if !std::mem::replace(&mut told, true) {
+                    reporter.stage(name, Stage::Waiting, "until it is healthy");
+                }
+                anyhow::ensure!(!session::has_gone(client), "cancelled; the VMs run on");
+                std::thread::sleep(HEALTH);
+            }
+            if told {
+                reporter.stage(name, Stage::Up, "healthy");
+            }
+        }
+        Ok(())
     }
 
     /// The bytes that running VMs and zones of all projects of this user may still take.
@@ -255,8 +300,8 @@ impl Supervisor {
         how: &str,
         start: impl FnOnce(&dyn Fn(Stage, &str)) -> anyhow::Result<()>,
     ) {
-        let _changing = self.changing.take();
         let name = old.name();
+        let _changing = self.changing.take(Of::Vm(name));
         if !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
             return;
         }
@@ -310,22 +355,4 @@ impl Supervisor {
         }
         Ok(new)
     }
-}
-
-/// Waits until all these VMs are healthy. They stay as they are if one is not, or the client goes.
-fn wait_healthy(machines: &[Arc<Machine>], client: &UnixStream, reporter: &Reporter) -> anyhow::Result<()> {
-    for machine in machines {
-        let mut told = false;
-        while !order::is_healthy(machine)? {
-            if !std::mem::replace(&mut told, true) {
-                reporter.stage(machine.name(), Stage::Waiting, "until it is healthy");
-            }
-            anyhow::ensure!(!session::has_gone(client), "cancelled; the VMs run on");
-            machine.wait_end(HEALTH);
-        }
-        if told {
-            reporter.stage(machine.name(), Stage::Up, "healthy");
-        }
-    }
-    Ok(())
 }
