@@ -74,7 +74,7 @@ def pages_of_closed_files_in_pipes_hold_up_nobody_and_are_no_other_files_blocks(
     a.ok("rm -f /tmp/stop; claims spliced /mnt /tmp/stop > /tmp/spliced 2>&1 & until test -s /tmp/spliced; do :; done; cat /tmp/spliced")
     for _ in range(2):
         a.ok("dd if=/dev/zero of=/mnt/fill bs=1M count=230 2>/dev/null; rm /mnt/fill; claims touched /mnt 200; echo 2 > /proc/sys/vm/drop_caches")
-        # A mount that nobody uses can go, and come again, while a pipe has its pages.
+        # An unused mount can go, and come again, while a pipe has its pages.
         a.ok("umount /mnt; mount -t tombolo test /mnt; test $(ls /mnt | wc -l) = 4")
     rc, out = a.run("timeout -s KILL 1 truncate -s 0 /mnt/s0")
     need(rc == 137, "a truncation did not wait, or not for its end: %d %s" % (rc, out))
@@ -598,7 +598,7 @@ def a_guest_without_the_module_mounts_the_zone_by_fuse_from_an_ivshmem_device(a)
         a.ok("claims appended /mnt/log 2 200")
         b.ok("claims locked /mnt/l 0 > /tmp/held & until test -s /tmp/held; do :; done; echo there > /mnt/x")
         a.ok("test $(cat /mnt/x) = there")
-        # What the mount's process held goes with it, though its VM lives; and the VM can mount again.
+        # The locks of the mount's process end with it, though its VM lives; and the VM can mount again.
         a.start("claims locked /mnt/l 60000")
         b.ok("kill -9 $(sed 's/.*\"pid\":\([0-9]*\).*/\\1/' /tmp/mount) && umount -l /mnt && killall claims")
         rc, out = a.finish()

@@ -294,7 +294,7 @@ impl Locks {
         let taken = answer.is_ok();
         let told = session::answer_late(&waiter.device, waiter.unique, answer);
         if taken && told.is_err() {
-            // The asking process is dead, so no one else would release the lock.
+            // The asking process is dead, so no other process would release the lock.
             let _ = fs.set_lock(waiter.ino, &FileLock { type_: sys::TFS_LK_UNLOCK, ..waiter.lock });
         }
     }

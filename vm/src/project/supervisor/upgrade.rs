@@ -34,7 +34,7 @@ use crate::project::state::StateDir;
 use crate::project::upgrade::{self, FORMAT, Head, Program};
 use crate::project::zones::{HostZone, HostZoneState};
 
-/// How long each barrier may take to close. Commands that come meanwhile wait, and the patience of `ps` is less than a second.
+/// Time for each barrier to close. Commands that come meanwhile wait, and `ps` waits for less than a second.
 const CLOSING: Duration = Duration::from_millis(200);
 /// Between two tries, in which commands are heard.
 const PAUSE: Duration = Duration::from_millis(300);
