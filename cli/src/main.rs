@@ -67,6 +67,8 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_vm::commands::topology::TopologyCommand,
     },
+    /// Measure what interrupts programs on this host or in a VM, and name the causes
+    Noise(tombolo_vm::commands::noise::NoiseOptions),
     /// Grow a running VM's virtio-mem to its full size
     Grow(tombolo_start::cli::GrowOptions),
     /// The switch: packets between VMs through memory
@@ -195,6 +197,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
         Command::Start { command } => tombolo_vm::commands::start::run(command, cli.json),
         Command::Topology { command } => tombolo_vm::commands::topology::run(command, cli.json),
+        Command::Noise(options) => tombolo_vm::commands::noise::run(&options, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
         Command::Net { command: NetCommand::Vm(command) } => {
             tombolo_vm::commands::net::run(command, cli.json)

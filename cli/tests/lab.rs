@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A passed-through device from the compose file to `down`, in the emulated KVM host.
+//! What only a KVM host shows, in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
 
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ const TOMBOLO: &str = env!("CARGO_BIN_EXE_tombolo");
 struct Lab(String);
 
 impl Lab {
-    fn start() -> Lab {
-        let lab = Lab(format!("test-{}", std::process::id()));
+    fn start(name: &str) -> Lab {
+        let lab = Lab(format!("{name}-{}", std::process::id()));
         let status = Command::new(TOMBOLO).args(["lab", "up", "--name", &lab.0]).status().unwrap();
         assert!(status.success(), "the lab did not come up");
         lab.good("mkdir -p /run/project && modprobe e1000e");
@@ -70,7 +70,7 @@ impl Drop for Lab {
 
 #[test]
 fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on_down_and_after_a_crash() {
-    let lab = Lab::start();
+    let lab = Lab::start("device");
     let list = lab.json("tombolo passthrough list --json");
     let card = list.as_array().unwrap().iter().find(|d| {
         d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
@@ -124,4 +124,31 @@ fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on
     assert_eq!(lab.driver(&card), "vfio-pci");
     lab.good("tombolo down");
     assert_eq!(lab.driver(&card), "e1000e");
+}
+
+#[test]
+fn the_noise_of_a_vm_under_kvm_has_its_hosts_part() {
+    let lab = Lab::start("noise");
+    lab.good(
+        "cat >tombolo.toml <<'END'\n\
+         [vm.a]\nkernel = \"6.12\"\naccel = \"kvm\"\ncpus = 1\nmemory = \"256M\"\nready_timeout = 600\nEND",
+    );
+    lab.good("tombolo up");
+    lab.good("mountpoint -q /sys/kernel/debug || mount -t debugfs nodev /sys/kernel/debug");
+    let report = lab.json("tombolo noise a --seconds 1 --json");
+    assert_eq!(report["traced"], true, "{report}");
+    let notes = report["notes"].to_string();
+    assert!(!notes.contains("TSC offset is not known"), "{notes}");
+    // The guest's own interrupts, and the exits by which the host took the CPU, by name.
+    let sources = report["sources"].as_array().unwrap();
+    let of = |place: &str, kind: &str| {
+        let mut rows =
+            sources.iter().filter(|row| row["source"]["place"] == place && row["source"]["kind"] == kind);
+        rows.find(|row| row["us_per_second"].as_f64() > Some(0.0))
+    };
+    let exit = of("host", "vm_exit").unwrap_or_else(|| panic!("no exit explains a gap: {report:#}"));
+    assert!(exit["source"]["name"].as_str().is_some_and(|name| !name.is_empty()), "{exit}");
+    assert!(of("here", "timer").is_some(), "{report:#}");
+    println!("{}", lab.good("tombolo noise a --seconds 1"));
+    lab.good("tombolo down");
 }

@@ -39,3 +39,47 @@ fn a_vm_lies_on_a_part_of_the_host_and_its_guest_sees_just_that() {
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }
+
+#[test]
+fn a_vm_is_measured_inside_and_below() {
+    let lab = Lab::new("[vm.a]\ncpus = 2\nmemory = \"256M\"\nkernel = \"6.12\"\n");
+    lab.good(&["up"]);
+    let json = lab.good(&["noise", "a", "--cpus", "1", "--seconds", "0.5", "--json"]);
+    let report: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(report["traced"], true, "the guest's kernel has tracefs: {json}");
+    assert_eq!(report["cpus"][0]["cpu"], 1, "{json}");
+    let sources = report["sources"].as_array().unwrap();
+    let timer =
+        sources.iter().find(|row| row["source"]["kind"] == "timer" && row["source"]["place"] == "here");
+    assert!(timer.is_some_and(|row| row["us_per_second"].as_f64() > Some(0.0)), "{json}");
+    // Under TCG nobody knows the guest's TSC offset. What the host did stands apart, or a note says why it does not.
+    let notes = report["notes"].to_string();
+    assert!(
+        notes.contains("only KVM tells a guest's TSC offset") || notes.contains("on the host: "),
+        "{notes}"
+    );
+    assert!(!sources.iter().any(|row| row["source"]["place"] == "host"), "{json}");
+    let left = lab.good(&[
+        "exec",
+        "a",
+        "--",
+        "sh",
+        "-c",
+        "ls -d /run/.tombolo-noise-* /tmp/.tombolo-noise-* || true",
+    ]);
+    assert_eq!(left, "");
+
+    let refused = |vm: &str, cpus: &str| {
+        let output = lab.run(&["noise", vm, "--cpus", cpus]);
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(
+        refused("a", "7").contains("the guest of 'a' can't be measured: there is no CPU 7"),
+        "{}",
+        refused("a", "7")
+    );
+    assert!(refused("b", "0").contains("runs no VM 'b'"));
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VMM may say, but seldom does: resets, places at the end of all addresses, state for fewer queues than there are.
+//! Rare messages of a VMM: resets, addresses at the end of the address space, state for fewer queues than there are.
 
 mod common;
 

@@ -106,12 +106,16 @@ impl Guest {
 
     fn until(&mut self, mark: &str) -> Result<String> {
         let deadline = Instant::now() + SILENCE;
+        // Outputs can have megabytes: what was searched already is not searched again.
+        let mut searched = 0;
         loop {
-            if let Some(at) = self.unread.windows(mark.len()).position(|w| w == mark.as_bytes()) {
+            let found = self.unread[searched..].windows(mark.len()).position(|w| w == mark.as_bytes());
+            if let Some(at) = found.map(|at| searched + at) {
                 let before = String::from_utf8_lossy(&self.unread[..at]).into_owned();
                 self.unread.drain(..at + mark.len());
                 return Ok(before);
             }
+            searched = (self.unread.len() + 1).saturating_sub(mark.len());
             match self.output.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(more) => self.unread.extend(more),
                 Err(RecvTimeoutError::Timeout) => {

@@ -15,6 +15,7 @@ pub mod guest_doctor;
 pub mod logs;
 pub mod names;
 pub mod net;
+pub mod noise;
 pub mod ps;
 pub mod start;
 pub mod terminal;

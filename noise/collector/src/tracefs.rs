@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A buffer of trace events of its own (tracefs, `instances/`), so that nobody else's tracing is disturbed. Its name has the process that made it,
+//! so that the next run removes what a killed one has left.
+
+use std::fs;
+use std::io::{BufRead, BufReader, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use crate::{quanta, system};
+
+/// Where tracefs is mounted, by kernels and by older systems.
+const PLACES: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
+/// Begins the names of this program's instances.
+const PREFIX: &str = "tombolo-noise-";
+/// The clock of all instances: the time-stamp counter, which the measuring loop reads too.
+const CLOCK: &str = "x86-tsc";
+/// Kilobytes of the buffer of each CPU.
+const BUFFER_KB: u32 = 8192;
+/// The event that the cost of an event is measured by: a page that is touched first raises one.
+const COSTED: &str = "exceptions/page_fault_user";
+/// Pages touched in one round of that measurement, few enough that some rounds are not interrupted on a busy machine; rounds in a turn; and turns,
+/// each without and with the event.
+const PAGES: usize = 32;
+const ROUNDS: usize = 32;
+const TURNS: usize = 8;
+
+/// What takes a CPU from a program. Groups without a list have all of their events.
+const EVENTS: [(&str, &[&str]); 6] = [
+    ("sched", &["sched_switch"]),
+    ("irq", &["irq_handler_entry", "irq_handler_exit", "softirq_entry", "softirq_exit"]),
+    ("irq_vectors", &[]),
+    ("nmi", &["nmi_handler"]),
+    ("exceptions", &["page_fault_user", "page_fault_kernel"]),
+    ("kvm", &["kvm_exit", "kvm_entry"]),
+];
+/// Groups that come with a module or a kind of hardware, and are no loss where they are not.
+const OPTIONAL: [&str; 2] = ["nmi", "kvm"];
+/// Events of a group without a list that are no interrupts.
+const NOT_INTERRUPTS: &str = "vector_";
+
+/// The root of tracefs. Where it is not mounted, it is mounted for this process alone.
+///
+/// # Errors
+/// What is missing, and the remedy.
+pub fn find() -> Result<PathBuf, String> {
+    for place in PLACES.map(Path::new) {
+        match fs::read_dir(place.join("instances")) {
+            Ok(_) => return Ok(place.to_owned()),
+            Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(privilege(place, &e)),
+            Err(_) => {}
+        }
+    }
+    let kinds = fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    if !kinds.lines().any(|line| line.ends_with("\ttracefs")) {
+        return Err(
+            "this kernel has no tracefs, so no cause can be named; boot one that is built with CONFIG_FTRACE"
+                .into(),
+        );
+    }
+    let place = Path::new(PLACES[0]);
+    match system::mount_tracefs_for_itself(c"/sys/kernel/tracing") {
+        Ok(()) => Ok(place.to_owned()),
+        Err(e) => Err(format!(
+            "tracefs is not mounted, so no cause can be named ({e}); run it as root (CAP_SYS_ADMIN), or mount it: \
+             mount -t tracefs nodev {}",
+            place.display()
+        )),
+    }
+}
+
+fn privilege(place: &Path, error: &std::io::Error) -> String {
+    format!(
+        "{} can't be used, so no cause can be named ({error}); run it as root (CAP_DAC_OVERRIDE for the files of tracefs)",
+        place.display()
+    )
+}
+
+/// A buffer of trace events. It is removed when it is dropped.
+pub struct Instance {
+    folder: PathBuf,
+    missing: Vec<String>,
+    events: Vec<PathBuf>,
+}
+
+impl Instance {
+    /// Makes a buffer for the events of these CPUs, and removes those that dead processes have left. Nothing is recorded yet.
+    ///
+    /// # Errors
+    /// The kernel refuses it; what it says is named.
+    pub fn new(root: &Path, cpus: &[u32]) -> Result<Self, String> {
+        let instances = root.join("instances");
+        remove_stale(&instances, Path::new("/proc"));
+        let own = std::process::id();
+        let started = started(Path::new("/proc"), own).ok_or("/proc/self/stat can't be read")?;
+        let folder = instances.join(format!("{PREFIX}{own}-{started}"));
+        fs::create_dir(&folder).map_err(|e| privilege(root, &e))?;
+        let mut instance = Self { folder, missing: Vec::new(), events: Vec::new() };
+        instance.write("tracing_on", "0")?;
+        instance.write("trace_clock", CLOCK)?;
+        instance.write("tracing_cpumask", &mask(cpus))?;
+        // Set first where the buffer is full: what is lost is then the end, and is counted.
+        instance.write("options/overwrite", "0")?;
+        instance.write("buffer_size_kb", &BUFFER_KB.to_string())?;
+        instance.choose_events();
+        Ok(instance)
+    }
+
+    /// Events that this kernel does not have.
+    pub fn missing(&self) -> impl Iterator<Item = &str> {
+        self.missing.iter().map(String::as_str)
+    }
+
+    fn choose_events(&mut self) {
+        for (group, names) in EVENTS {
+            let folder = self.folder.join("events").join(group);
+            let there: Vec<String> = if names.is_empty() {
+                let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+                entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+            } else {
+                names.iter().map(|name| (*name).to_owned()).collect()
+            };
+            for name in there.iter().filter(|name| !name.starts_with(NOT_INTERRUPTS)) {
+                let switch = folder.join(name).join("enable");
+                if switch.exists() {
+                    self.events.push(switch);
+                } else if !names.is_empty() && !OPTIONAL.contains(&group) {
+                    self.missing.push(format!("{group}:{name}"));
+                }
+            }
+        }
+    }
+
+    /// Begins or ends the recording of all events.
+    ///
+    /// # Errors
+    /// The kernel refuses it.
+    pub fn record(&mut self, on: bool) -> Result<(), String> {
+        if on {
+            for event in &self.events {
+                put(event, "1")?;
+            }
+        }
+        self.write("tracing_on", if on { "1" } else { "0" })
+    }
+
+    /// Ticks that the recording of one event costs: what touching a page takes longer while page faults are recorded. The buffer is empty then.
+    ///
+    /// # Errors
+    /// The kernel refuses to switch the event.
+    pub fn event_cost(&mut self, cpu: u32) -> Result<u64, String> {
+        let event = self.folder.join("events").join(COSTED).join("enable");
+        if !event.exists() {
+            return Ok(0);
+        }
+        self.write("tracing_on", "1")?;
+        let cost = std::thread::scope(|scope| {
+            let measure = || -> Result<u64, String> {
+                system::bind(&[cpu])?;
+                system::small_pages().map_err(|e| format!("huge pages can't be switched off: {e}"))?;
+                let (mut plain, mut traced) = (u64::MAX, u64::MAX);
+                for _ in 0..TURNS {
+                    put(&event, "0")?;
+                    plain = plain.min(fastest()?);
+                    put(&event, "1")?;
+                    traced = traced.min(fastest()?);
+                }
+                put(&event, "0")?;
+                Ok(traced.saturating_sub(plain) / PAGES as u64)
+            };
+            let failed = |_| Err("the calibration's thread has failed".to_string());
+            scope.spawn(measure).join().unwrap_or_else(failed)
+        })?;
+        self.write("tracing_on", "0")?;
+        self.write("trace", "")?;
+        Ok(cost)
+    }
+
+    /// Events that did not fit.
+    pub fn lost(&self) -> u64 {
+        let folders = fs::read_dir(self.folder.join("per_cpu")).into_iter().flatten().flatten();
+        let stats = folders.filter_map(|folder| fs::read_to_string(folder.path().join("stats")).ok());
+        stats.map(|text| lost(&text)).sum()
+    }
+
+    /// What was recorded, as the kernel prints it.
+    ///
+    /// # Errors
+    /// It can't be read.
+    pub fn text(&self) -> Result<impl BufRead, String> {
+        let path = self.folder.join("trace");
+        let file = fs::File::open(&path).map_err(|e| format!("{} can't be read: {e}", path.display()))?;
+        Ok(BufReader::with_capacity(1 << 20, file))
+    }
+
+    fn write(&self, name: &str, value: &str) -> Result<(), String> {
+        put(&self.folder.join(name), value)
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        // What stays because somebody else reads it now is removed by the next run.
+        let _ = fs::remove_dir(&self.folder);
+    }
+}
+
+fn put(path: &Path, value: &str) -> Result<(), String> {
+    fs::write(path, value).map_err(|e| format!("{} can't be set to '{value}': {e}", path.display()))
+}
+
+/// The shortest time that a round of touching pages takes.
+fn fastest() -> Result<u64, String> {
+    let mut shortest = u64::MAX;
+    for _ in 0..ROUNDS {
+        let before = quanta::now();
+        system::touch_new_pages(PAGES).map_err(|e| format!("no pages can be mapped: {e}"))?;
+        shortest = shortest.min(quanta::now().saturating_sub(before));
+    }
+    Ok(shortest)
+}
+
+/// Lost events by a CPU's `stats`.
+fn lost(stats: &str) -> u64 {
+    let count = |name: &str| {
+        let line = stats.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+    };
+    count("overrun") + count("commit overrun") + count("dropped events")
+}
+
+/// A mask of CPUs as Linux writes it: groups of 32 bits, the highest first.
+fn mask(cpus: &[u32]) -> String {
+    let groups = cpus.iter().max().map_or(1, |cpu| cpu / 32 + 1);
+    let bits = |group: u32| {
+        let of = cpus.iter().filter(|cpu| *cpu / 32 == group);
+        of.fold(0u32, |bits, cpu| bits | 1 << (cpu % 32))
+    };
+    let groups: Vec<String> = (0..groups).rev().map(|group| format!("{:08x}", bits(group))).collect();
+    groups.join(",")
+}
+
+/// When a process was started, in the kernel's ticks since boot; with its number this names it for good.
+fn started(proc: &Path, process: u32) -> Option<u64> {
+    let stat = fs::read_to_string(proc.join(process.to_string()).join("stat")).ok()?;
+    // The name in brackets may have spaces and brackets of its own.
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+/// Removes the instances whose processes are gone.
+fn remove_stale(instances: &Path, proc: &Path) {
+    for entry in fs::read_dir(instances).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let of = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split_once('-'));
+        let Some((process, start)) = of.and_then(|(p, s)| Some((p.parse().ok()?, s.parse().ok()?))) else {
+            continue;
+        };
+        if started(proc, process) != Some(start) {
+            // Another run may have been faster.
+            let _ = fs::remove_dir(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn masks_are_written_as_linux_writes_them() {
+        assert_eq!(mask(&[0, 3]), "00000009");
+        assert_eq!(mask(&[1, 32, 64]), "00000001,00000001,00000002");
+    }
+
+    #[test]
+    fn lost_events_are_counted_by_all_their_names() {
+        let stats =
+            "entries: 9\noverrun: 2\ncommit overrun: 1\nbytes: 5\ndropped events: 4\nread events: 0\n";
+        assert_eq!(lost(stats), 7);
+    }
+
+    #[test]
+    fn only_the_instances_of_dead_processes_are_removed() {
+        let folder = std::env::temp_dir().join(format!("tombolo-noise-test-{}", std::process::id()));
+        let (instances, proc) = (folder.join("instances"), folder.join("proc"));
+        fs::create_dir_all(proc.join("70")).unwrap();
+        let fields = vec!["7"; 19].join(" ");
+        fs::write(proc.join("70/stat"), format!("70 (a ) b) {fields} 1234 5\n")).unwrap();
+        for name in [
+            "tombolo-noise-70-1234",
+            "tombolo-noise-70-1233",
+            "tombolo-noise-71-1234",
+            "tombolo-noise-x",
+            "other",
+        ] {
+            fs::create_dir_all(instances.join(name)).unwrap();
+        }
+        remove_stale(&instances, &proc);
+        let mut left: Vec<_> = fs::read_dir(&instances).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(left, ["other", "tombolo-noise-70-1234", "tombolo-noise-x"]);
+    }
+}

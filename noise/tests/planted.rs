@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Noise that is planted in a guest under TCG is found, named, and has its time; where nothing is planted, nothing is found. The guest is a host of
+//! its own here: its kernel's trace has the causes.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use tombolo_noise::attribute::Explained;
+use tombolo_noise::recording::{self, Recording};
+use tombolo_noise::report::{Below, Measured, report};
+use tombolo_noise::run::COLLECTOR;
+use tombolo_noise::source::{Kind, Source};
+use tombolo_rig::guest::Guest;
+use tombolo_rig::image::Image;
+use tombolo_rig::kernel::Kernel;
+use tombolo_rig::machine::Machine;
+
+/// The CPU that is measured, its mask, and the mask of the other one.
+const CPU: u32 = 1;
+const MASK: &str = "2";
+const OTHER_MASK: &str = "1";
+
+fn guest(folder: &Path) -> Guest {
+    let collector = folder.join("collector");
+    std::fs::write(&collector, COLLECTOR).unwrap();
+    std::fs::set_permissions(&collector, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let cache = std::env::var_os("TOMBOLO_CACHE")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache"), PathBuf::from);
+    let kernel = Kernel::of_kit(&cache.join("guest"), "6.12").unwrap();
+    let image = folder.join("image");
+    let programs = vec![collector, env!("CARGO_BIN_EXE_noise-plant").into(), "/usr/bin/chrt".into()];
+    // The collector runs while its standard input is open, which a FIFO that is open for writing is.
+    let setup = "mkfifo /tmp/open; mkdir /sys/kernel/tracing 2>/dev/null".into();
+    Image { programs, setup, ..Image::default() }.write(&kernel, &image).unwrap();
+    let machine = Machine::new(&kernel.image, &image, &folder.join("console"));
+    Guest::start(&machine).unwrap()
+}
+
+/// Measures the guest's second CPU while `planted` runs, a command of the guest's shell that ends when /tmp/planted is gone.
+fn measure(guest: &mut Guest, planted: &str) -> (Recording, String) {
+    let measured = format!("collector --cpus {CPU} --seconds 1 --threshold-ns 5000 <&9 >/tmp/measured");
+    guest
+        .run(&format!(
+            "exec 9<>/tmp/open; touch /tmp/planted; {{ {planted}; }} >/tmp/truth 2>&1 & {measured}; rc=$?; rm /tmp/planted; wait; exit $rc"
+        ))
+        .unwrap();
+    let truth = guest.run("cat /tmp/truth").unwrap();
+    // An emulated serial port takes its time for each byte.
+    let packed = guest.run("gzip -c /tmp/measured | base64 -w 0").unwrap();
+    (recording::parse(&unpacked(&packed)).unwrap(), truth)
+}
+
+/// What was packed by gzip and base64.
+fn unpacked(text: &str) -> Vec<u8> {
+    let mut command = Command::new("sh");
+    command.args(["-c", "base64 -d | gzip -dc"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let (mut input, text) = (child.stdin.take().unwrap(), text.to_owned());
+    let writer = std::thread::spawn(move || input.write_all(text.as_bytes()));
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap().unwrap();
+    assert!(output.status.success(), "{}", output.status);
+    output.stdout
+}
+
+fn explained(recording: &Recording) -> Measured {
+    report("host", 5.0, recording, &Below::default(), None)
+}
+
+fn gaps(measured: &Measured) -> &[Explained] {
+    &measured.gaps[0].1
+}
+
+fn names(measured: &Measured) -> Vec<String> {
+    measured.report.sources.iter().map(|row| row.source.to_string()).collect()
+}
+
+#[test]
+fn planted_noise_is_found_and_nothing_is_invented() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut guest = guest(folder.path());
+
+    // Nothing planted.
+    let (quiet, _) = measure(&mut guest, "true");
+    assert_eq!((quiet.traced.len(), quiet.lost), (1, 0), "{:?}", quiet.notes);
+    let quiet = explained(&quiet);
+    let plant = Source::here(Kind::Thread, "noise-plant");
+    assert!(names(&quiet).contains(&"timer interrupt".to_owned()), "{:?}", names(&quiet));
+    assert!(!quiet.report.sources.iter().any(|row| row.source == plant || row.source.name.contains("ttyS0")));
+
+    // A real-time thread, every 10 ms for 200 µs.
+    let planted = format!("taskset {MASK} chrt -f 50 noise-plant /tmp/planted");
+    let (recording, truth) = measure(&mut guest, &planted);
+    let record = &recording.traced[0];
+    let (mut stretches, mut ticks) = (0, 0);
+    for line in truth.lines() {
+        let (start, end) = line.trim().split_once(' ').expect("two numbers");
+        let (start, end): (u64, u64) = (start.parse().unwrap(), end.parse().unwrap());
+        let (start, end) = (start.max(record.first), end.min(record.last));
+        if start < end {
+            (stretches, ticks) = (stretches + 1, ticks + end - start);
+        }
+    }
+    assert!(stretches > 20, "the plant ran {stretches} times: {truth}");
+    let measured = explained(&recording);
+    let found: u64 = gaps(&measured).iter().map(|gap| gap.of(&plant)).sum();
+    assert!(found * 100 >= ticks * 95, "{found} of {ticks} ticks: {:?}", names(&measured));
+    println!(
+        "planted thread: {found} ticks found, {ticks} ticks by its own account, in {stretches} stretches"
+    );
+
+    // A device's interrupts: the console's, sent to the measured CPU by a writer on the other one.
+    guest.run(&format!("echo {MASK} >/proc/irq/4/smp_affinity")).unwrap();
+    let storm = format!(
+        "exec 1>/dev/ttyS0; taskset {OTHER_MASK} sh -c 'while [ -e /tmp/planted ]; do echo storm; done'"
+    );
+    let (recording, _) = measure(&mut guest, &storm);
+    let measured = explained(&recording);
+    let interrupts = measured.report.sources.iter().find(|row| row.source.kind == Kind::Interrupt);
+    assert_eq!(
+        interrupts.map(|row| row.source.name.as_str()),
+        Some("ttyS0 (irq 4)"),
+        "{:?}",
+        names(&measured)
+    );
+    assert!(!names(&measured).contains(&plant.to_string()));
+
+    // Each part of each gap is somebody's, and nobody has more than there is.
+    for one in [&quiet, &measured] {
+        for gap in gaps(one) {
+            let parts: u64 = gap.parts.iter().map(|part| part.ticks).sum();
+            assert_eq!(parts + gap.tracing, gap.gap.end - gap.gap.start);
+        }
+    }
+}
+
+#[test]
+fn what_a_killed_collector_has_left_the_next_one_removes() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut guest = guest(folder.path());
+    guest.run("mount -t tracefs none /sys/kernel/tracing").unwrap();
+    guest
+        .run(
+            "exec 9<>/tmp/open; collector --watch <&9 >/tmp/out & \
+             until grep -q watching /tmp/out; do sleep 0.1; done; kill -9 $!; wait; true",
+        )
+        .unwrap();
+    assert!(guest.run("ls /sys/kernel/tracing/instances").unwrap().starts_with("tombolo-noise-"));
+    guest.run("collector --watch </dev/null >/tmp/out && grep -q '^end' /tmp/out").unwrap();
+    assert_eq!(guest.run("ls /sys/kernel/tracing/instances").unwrap(), "");
+}
+
+#[test]
+fn a_guest_without_privileges_is_measured_and_told_what_is_missing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut guest = guest(folder.path());
+    guest.run("mkdir -p /etc; echo 'a:x:1000:1000::/:/bin/sh' >/etc/passwd; chmod 666 /tmp/open").unwrap();
+    let output = guest
+        .run("exec 9<>/tmp/open; chmod 777 /tmp; su a -c 'collector --seconds 0.2 <&9'")
+        .unwrap()
+        .replace("\r\n", "\n");
+    let recording = recording::parse((output + "\n").as_bytes()).unwrap();
+    assert!(recording.traced.is_empty() && recording.plain.len() == 2);
+    assert!(recording.notes.iter().any(|note| note.contains("CAP_SYS_ADMIN")), "{:?}", recording.notes);
+    let kinds: BTreeMap<Kind, f64> =
+        explained(&recording).report.sources.iter().map(|row| (row.source.kind, row.us_per_second)).collect();
+    assert!(kinds.keys().all(|kind| matches!(kind, Kind::Unknown | Kind::Steal)), "{kinds:?}");
+    let offline =
+        guest.run("echo 0 >/sys/devices/system/cpu/cpu1/online; collector --cpus 1 </dev/null 2>&1 || true");
+    assert!(offline.unwrap().contains("CPU 1 is offline; switch it on: echo 1 >"));
+}

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo noise`: what interrupts programs on this host or in a VM. In a VM the collector runs through the guest agent, while this host's kernel
+//! records what holds up the threads of the vCPUs.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, ensure};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use tombolo_noise::cli::{Options, show};
+use tombolo_noise::clock::GuestClock;
+use tombolo_noise::recording::{self, Recording};
+use tombolo_noise::report::Below;
+use tombolo_noise::run::{self, COLLECTOR, Collector};
+use tombolo_noise::timeline;
+
+use crate::commands::cli::File;
+use crate::commands::client;
+use crate::compose::Project;
+use crate::project::control::{Event, Feed, Request};
+use crate::project::peer;
+use crate::qemu::Hypervisor;
+
+/// What is measured where the target is this host.
+const HOST: &str = "host";
+/// Why the clocks of an emulated VM are not joined.
+const EMULATED: &str = "the VM is emulated, and only KVM tells a guest's TSC offset, so what the host did is not joined with the guest's gaps; \
+                        use KVM where this host has it";
+/// Puts the program of $1 bytes that its input begins with where programs may be run, and becomes it. It stops when the input ends.
+const SCRIPT: &str = r#"size=$1; shift
+for folder in /run /dev/shm /tmp /var/tmp; do
+	program=$folder/.tombolo-noise-$$
+	{ printf '#!/bin/sh\n' >"$program" && chmod 700 "$program" && "$program"; } 2>/dev/null && break
+	rm -f "$program"
+	program=
+done
+[ "$program" ] || { echo "no folder for a program: /run, /dev/shm, /tmp and /var/tmp can't be written, or are mounted noexec" >&2; exit 1; }
+trap 'rm -f "$program"' EXIT
+head -c "$size" >"$program" || exit
+"$program" "$@""#;
+/// Bytes of the program that are sent at once.
+const CHUNK: usize = 256 << 10;
+/// The longest output of a guest's collector.
+const LONGEST: usize = 256 << 20;
+
+/// Options of `tombolo noise`.
+#[derive(clap::Args, Debug)]
+pub struct NoiseOptions {
+    /// Which compose file
+    #[command(flatten)]
+    file: File,
+    /// 'host', or a running VM of the compose file
+    target: String,
+    /// What is measured, and how it is shown
+    #[command(flatten)]
+    options: Options,
+}
+
+/// Measures and prints.
+///
+/// # Errors
+/// What is missing, and what to do.
+pub fn run(options: &NoiseOptions, json: bool) -> anyhow::Result<ExitCode> {
+    let NoiseOptions { file, target, options } = options;
+    let before = options.before()?;
+    let (recording, below) = if target == HOST {
+        (run::host(&options.measurement)?, Below::default())
+    } else {
+        vm(&file.identify()?, target, options)?
+    };
+    show(target, options, before.as_ref(), &recording, &below, json)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Measures in a VM's guest, and records on this host meanwhile.
+fn vm(project: &Project, name: &str, options: &Options) -> anyhow::Result<(Recording, Below)> {
+    let status = client::status(client::living(project, &Request::Ps)?)?;
+    let vm = status.vms.iter().find(|vm| vm.name == name);
+    let vm = vm.with_context(|| format!("the project '{}' runs no VM '{name}'", project.name))?;
+    let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;
+    let threads = vcpu_threads(Path::new("/proc"), pid)?;
+    let watch = Collector::watch(&host_cpus(Path::new("/proc"), pid, &threads)?)?;
+    let guest = guest(project, name, &options.measurement.arguments());
+    let host = watch.stop()?;
+    let below = below(pid, vm.hypervisor, &threads, &host);
+    Ok((guest?, below))
+}
+
+/// The threads of a QEMU's vCPUs in the guest's order, by the names that QEMU gives them.
+fn vcpu_threads(proc: &Path, pid: u32) -> anyhow::Result<Vec<(u32, u32)>> {
+    let folder = proc.join(pid.to_string()).join("task");
+    let tasks = std::fs::read_dir(&folder).with_context(|| format!("{} can't be read", folder.display()))?;
+    let of = |task: std::fs::DirEntry| {
+        let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        let vcpu = name.strip_prefix("CPU ")?.split('/').next()?.parse().ok()?;
+        Some((vcpu, task.file_name().to_str()?.parse().ok()?))
+    };
+    let mut threads: Vec<(u32, u32)> = tasks.flatten().filter_map(of).collect();
+    threads.sort_unstable();
+    ensure!(!threads.is_empty(), "QEMU, process {pid}, has no thread whose name is that of a vCPU");
+    Ok(threads)
+}
+
+/// The host CPUs on which these threads may run, as a list.
+fn host_cpus(proc: &Path, pid: u32, threads: &[(u32, u32)]) -> anyhow::Result<String> {
+    let mut lists = Vec::new();
+    for (_, thread) in threads {
+        let path = proc.join(format!("{pid}/task/{thread}/status"));
+        let status =
+            std::fs::read_to_string(&path).with_context(|| format!("{} can't be read", path.display()))?;
+        let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        lists.push(list.with_context(|| format!("{} names no CPUs", path.display()))?.trim().to_owned());
+    }
+    lists.sort();
+    lists.dedup();
+    Ok(lists.join(","))
+}
+
+/// What the host recorded of the vCPUs' threads, by the guest's clock where that is known.
+fn below(pid: u32, hypervisor: Hypervisor, threads: &[(u32, u32)], host: &Recording) -> Below {
+    let mut below = Below { hz: host.hz, ..Below::default() };
+    below.notes.extend(host.notes.iter().map(|note| format!("on the host: {note}")));
+    if host.lost > 0 {
+        below.notes.push(format!("on the host: {} events did not fit; lower --seconds", host.lost));
+    }
+    if host.trace.is_empty() {
+        return below;
+    }
+    let moments = || host.trace.values().flatten().map(|event| event.at);
+    let length = moments().max().unwrap_or(0) - moments().min().unwrap_or(0);
+    let mut unknown = None;
+    for ((vcpu, thread), cpu) in threads.iter().zip(0..) {
+        let timeline = timeline::of_thread(&host.trace, *thread);
+        let clock = match hypervisor {
+            Hypervisor::Kvm => GuestClock::of(pid, *vcpu),
+            Hypervisor::Tcg => Err(anyhow::anyhow!("{EMULATED}")),
+        };
+        match clock {
+            Ok(clock) => {
+                below.joined.insert(cpu, clock.joined(&timeline));
+            }
+            Err(e) => {
+                unknown = Some(format!("{e:#}"));
+                below.apart.push((timeline, length));
+            }
+        }
+    }
+    below.notes.extend(unknown);
+    below
+}
+
+/// Runs the collector in a guest through its agent.
+fn guest(project: &Project, vm: &str, arguments: &[String]) -> anyhow::Result<Recording> {
+    let size = COLLECTOR.len().to_string();
+    let words = ["/bin/sh", "-c", SCRIPT, "tombolo-noise", &size].map(str::to_owned);
+    let request = Request::Exec {
+        vm: vm.to_owned(),
+        argv: words.into_iter().chain(arguments.iter().cloned()).collect(),
+        env: Vec::new(),
+        dir: None,
+        input: true,
+        terminal: None,
+    };
+    let mut peer = client::living(project, &request)?;
+    let socket = peer.socket();
+    send_program(Arc::clone(&socket))?;
+    let (mut out, mut err, mut code) = (Vec::new(), Vec::new(), None);
+    loop {
+        match peer.receive::<Event>()? {
+            Some(Event::Out { data }) => out.extend(BASE64.decode(data)?),
+            Some(Event::Err { data }) => err.extend(BASE64.decode(data)?),
+            Some(Event::Exit { code: ended }) => code = Some(ended),
+            Some(Event::Done) => break,
+            Some(Event::Failed { message }) => anyhow::bail!("{message}"),
+            Some(_) => {}
+            None => anyhow::bail!("the supervisor ended while the guest was measured"),
+        }
+        ensure!(out.len().max(err.len()) <= LONGEST, "the guest of '{vm}' does not stop writing");
+    }
+    if code != Some(0) {
+        let said = String::from_utf8_lossy(&err);
+        let said: String = said.trim().chars().filter(|c| !c.is_control() || *c == '\n').collect();
+        anyhow::bail!("the guest of '{vm}' can't be measured: {said}");
+    }
+    recording::parse(&out).with_context(|| format!("what the guest of '{vm}' wrote can't be read"))
+}
+
+/// Sends the collector while its output is read: the guest may take it slowly. The input stays open, since the collector stops when it ends.
+fn send_program(socket: Arc<std::os::unix::net::UnixStream>) -> anyhow::Result<()> {
+    std::thread::Builder::new().name("collector".into()).spawn(move || {
+        for piece in COLLECTOR.chunks(CHUNK) {
+            // A supervisor that hangs up has said why on the other half of the connection.
+            if peer::send(&socket, &Feed::Input(BASE64.encode(piece))).is_err() {
+                break;
+            }
+        }
+    })?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vcpus_are_found_by_their_threads_names_and_their_cpus_are_joined() {
+        let proc = tempfile::tempdir().unwrap();
+        let threads =
+            [(70, "qemu", "0-3"), (74, "CPU 10/KVM", "6"), (72, "CPU 2/KVM", "5"), (71, "CPU x", "4")];
+        for (thread, name, cpus) in threads {
+            let folder = proc.path().join(format!("70/task/{thread}"));
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join("comm"), format!("{name}\n")).unwrap();
+            std::fs::write(folder.join("status"), format!("Name:\tx\nCpus_allowed_list:\t{cpus}\n")).unwrap();
+        }
+        let found = vcpu_threads(proc.path(), 70).unwrap();
+        assert_eq!(found, [(2, 72), (10, 74)]);
+        assert_eq!(host_cpus(proc.path(), 70, &found).unwrap(), "5,6");
+        let error = vcpu_threads(proc.path(), 71).unwrap_err().to_string();
+        assert!(error.contains("71/task can't be read"), "{error}");
+    }
+
+    #[test]
+    fn the_guests_script_runs_a_program_from_its_input_and_leaves_nothing() {
+        use std::io::Write;
+        use std::process::{Command, Stdio};
+        let program = "#!/bin/sh\necho \"$0 $*\"\n";
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", SCRIPT, "x", &program.len().to_string(), "--watch", "a b"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(program.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        let (path, words) = said.trim().split_once(' ').unwrap();
+        assert_eq!(words, "--watch a b");
+        assert!(!Path::new(path).exists(), "{path}");
+    }
+}
