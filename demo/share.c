@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 #define SLOTS 4096u
-#define PATIENCE_S 120.0
+#define TIMEOUT_S 120.0
 
 struct ring {
 	_Alignas(64) _Atomic uint64_t head; /* the producer's */
@@ -65,7 +65,7 @@ static uint64_t message(uint64_t i)
 static void await(_Atomic uint64_t *where, uint64_t stuck_at, double since)
 {
 	while (atomic_load_explicit(where, memory_order_acquire) == stuck_at) {
-		if (now() - since > PATIENCE_S) {
+		if (now() - since > TIMEOUT_S) {
 			fprintf(stderr, "share: the other side does not come\n");
 			exit(1);
 		}

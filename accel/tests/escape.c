@@ -142,7 +142,7 @@ static const char *source =
 	"	__asm__ volatile(\"int $0x80\" : \"=a\"(r) : \"a\"(20L) : \"r8\", \"r9\", \"r10\", \"r11\", \"memory\");\n"
 	"	results[0] = r;\n"
 	"}\n"
-	/* Whatever its worker watches is something else from now on. */
+	/* From now on the file that its worker watches is another one. */
 	"kernel void deafen(global long *results)\n"
 	"{\n"
 	"	for (int fd = 3; fd < 64; fd++)\n"
@@ -410,7 +410,7 @@ static void core_dumps(void)
 	TRY("the same by another call", SYS_prlimit64, P(0), P(RLIMIT_CORE), DATA, put(none, sizeof(none)), P(0));
 }
 
-/* What kernels have got since they are filtered. */
+/* System calls that kernels gained after the filter was written. */
 static void newer_calls(void)
 {
 	TRY("a descriptor of another process", SYS_pidfd_getfd, P(0), P(0), P(0));

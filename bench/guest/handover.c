@@ -20,7 +20,7 @@
 
 #define LAST (1ULL << 63)
 #define ANSWER 512 /* bytes of FILE.back; the first word: 1, the consumer is there; 2, it has read all */
-#define PATIENCE 60.0
+#define TIMEOUT 60.0
 
 static const char *file, *back;
 static char *buffer;
@@ -71,7 +71,7 @@ static void answer(int fd, uint64_t word)
 
 static void await_answer(int fd, uint64_t wanted)
 {
-	double end = now() + PATIENCE;
+	double end = now() + TIMEOUT;
 	uint64_t word = 0;
 
 	for (;;) {
@@ -113,7 +113,7 @@ static void produce(uint64_t bytes, double seconds)
 static void consume(void)
 {
 	int data = open_or_fail(file, O_RDONLY), reply = open_or_fail(back, O_WRONLY);
-	double end = now() + PATIENCE;
+	double end = now() + TIMEOUT;
 	uint64_t number = 0, first, second;
 
 	answer(reply, 1);
@@ -135,7 +135,7 @@ static void consume(void)
 		}
 		if (first & LAST)
 			break;
-		end = now() + PATIENCE;
+		end = now() + TIMEOUT;
 	}
 	answer(reply, 2);
 }

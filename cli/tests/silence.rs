@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `ps` answers while a QEMU, a switch, an accelerator server or a guest agent does not, and names it. A stand-in for QEMU, real switches and accelerator servers.
+//! `ps` answers while a QEMU, a switch, an accelerator server, a guest agent or a supervisor does not, and names it. Stand-ins for QEMU and for a
+//! supervisor that hangs, real switches and accelerator servers.
 
-use std::process::Stdio;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use common::signal;
 use common::stand_in::{lab, number, said, until};
+use common::{Lab, signal};
 
 mod common;
 
@@ -99,4 +103,88 @@ fn a_supervisor_that_is_stopped_holds_up_the_list_of_no_other_project() {
         lab.good(&["down"]);
         lab.assert_nothing_left();
     }
+}
+
+#[test]
+fn a_vm_that_qemu_has_paused_for_want_of_room_is_named_and_goes_on_when_there_is_some() {
+    let lab = lab("");
+    let file = lab.dir.path().join("tombolo.toml");
+    let full = lab.dir.path().join("full");
+    std::fs::write(&full, "").unwrap();
+    let text = std::fs::read_to_string(&file).unwrap();
+    let words = format!("qemu_args = [\"-fake\", \"full={}\"]\n", full.display());
+    std::fs::write(&file, format!("{text}[vm.a]\n{VM}{words}")).unwrap();
+    lab.good(&["up"]);
+    signal(number(&lab.ps()["vms"][0]["pid"]), "WINCH");
+    let paused = || lab.ps()["vms"][0]["trouble"].as_str().is_some_and(|t| t.contains("QEMU has paused it"));
+    until("ps does not say so", paused);
+    assert!(lab.good(&["ps"]).contains("No space left on device; make room there, and it goes on"));
+    std::fs::remove_file(&full).unwrap();
+    until("it does not go on", || lab.ps()["vms"][0]["trouble"].is_null());
+    let mut events = lab.command(&["events", "--since", "1h"]).stdout(Stdio::piped()).spawn().unwrap();
+    let told: Vec<String> =
+        BufReader::new(events.stdout.take().unwrap()).lines().map(Result::unwrap).take(4).collect();
+    events.kill().unwrap();
+    events.wait().unwrap();
+    let states: Vec<&str> = told.iter().map(|line| line.split(' ').nth(3).unwrap()).collect();
+    assert_eq!(states, ["booting", "up", "paused", "up"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+/// The fastest `ps` of a few, and its time: on a machine with much to do one may wait long for a processor.
+fn fastest_ps(lab: &Lab) -> (Output, Duration) {
+    let timed = |_| {
+        let begun = Instant::now();
+        let output = lab.run(&["ps"]);
+        (output, begun.elapsed())
+    };
+    (0..5).map(timed).min_by_key(|(_, time)| *time).unwrap()
+}
+
+const A_SECOND: Duration = Duration::from_secs(1);
+
+#[test]
+fn ps_tells_within_a_second_of_a_supervisor_that_hangs_and_of_its_vms() {
+    let lab = lab(&format!("[vm.a]\n{VM}[vm.b]\n{VM}"));
+    let mut hangs = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/silent-supervisor"));
+    hangs.arg(lab.dir.path().join("tombolo.toml")).arg(lab.dir.path().join("demo-1")).args(["a", "b"]);
+    let mut hangs = hangs.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(hangs.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let (output, time) = fastest_ps(&lab);
+    let words = said(&output);
+    hangs.kill().unwrap();
+    hangs.wait().unwrap();
+    let supervisor = hangs.id();
+    let expected = format!(
+        "the supervisor (process {supervisor}) lives and has not answered within 0.8 s; it runs the VMs a (process "
+    );
+    assert!(!output.status.success() && words.starts_with("tombolo: demo-1: "), "{words}");
+    assert!(words.contains(&expected) && words.contains(", b (process "), "{words}");
+    assert!(time < A_SECOND, "{time:?}");
+}
+
+#[test]
+fn ps_takes_less_than_a_second_for_many_vms_stopped_ones_and_a_stopped_supervisor() {
+    let vms: String = (0..20).map(|n| format!("[vm.v{n}]\n{VM}")).collect();
+    let lab = lab(&vms);
+    lab.good(&["up"]);
+    let ps = lab.ps();
+    for vm in ps["vms"].as_array().unwrap() {
+        signal(number(&vm["pid"]), "STOP");
+    }
+    let (output, time) = fastest_ps(&lab);
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(table.matches("QEMU does not answer").count(), 20, "{table}");
+    assert!(time < A_SECOND, "{time:?}");
+    let supervisor = number(&ps["supervisor"]);
+    signal(supervisor, "STOP");
+    let (output, time) = fastest_ps(&lab);
+    signal(supervisor, "CONT");
+    let words = said(&output);
+    assert!(words.contains("is stopped; to let it go on") && words.contains("v7 (process "), "{words}");
+    assert!(time < A_SECOND, "{time:?}");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }

@@ -69,7 +69,7 @@ fn what_can_not_be_planned_is_refused_with_the_remedy() {
         assert!(said.contains(words), "{words} is not in {said}");
     }
     // The same before anything is started.
-    let lab = Lab::new("[vm.a]\ntopology = \"close\"\ncpus = 250\nmemory = \"128M\"\n");
+    let lab = Lab::new("[vm.a]\ntopology = \"close\"\ncpus = 250\nmemory = \"256M\"\n");
     let up = lab.run(&["up"]);
     assert!(String::from_utf8_lossy(&up.stderr).contains("wants 250 CPUs"), "{up:?}");
     lab.assert_nothing_left();

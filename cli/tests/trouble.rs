@@ -228,6 +228,19 @@ fn a_runtime_folder_that_can_not_be_used_is_named_with_the_remedy() {
 }
 
 #[test]
+fn a_runtime_folder_may_be_named_relative_to_where_the_command_is_called() {
+    let project = named(OsStr::new("p"));
+    std::fs::create_dir(project.place.join("run")).unwrap();
+    for arguments in [&["up"][..], &["logs", "a"], &["ps"], &["down"]] {
+        let output = run_in(&project.place, Path::new("run"), arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        if arguments == ["up"] {
+            assert_eq!(std::fs::read_dir(project.place.join("run/tombolo")).unwrap().count(), 1);
+        }
+    }
+}
+
+#[test]
 fn a_runtime_folder_without_room_is_named_and_nothing_runs() {
     let project = named(OsStr::new("p"));
     // A file system of its own for the command and what it starts, with room for few files.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use common::stand_in::{lab, number, said, until};
+use common::stand_in::{self, lab, number, said, until};
 use common::{Lab, signal};
 use serde_json::Value;
 
@@ -312,6 +312,31 @@ fn all_projects_of_a_user_go_on_under_the_program_that_is_asked_to() {
     let programs = String::from_utf8(output.stdout).unwrap();
     let upgraded = programs.lines().filter(|program| Path::new(program) == next).count();
     assert_eq!(upgraded, 2, "{programs}");
+}
+
+#[test]
+fn root_is_told_of_the_users_whose_projects_only_they_can_upgrade() {
+    const USER: u32 = 54_322;
+    let lab = lab("");
+    let place = lab.dir.path();
+    let next = next(&lab, "next");
+    let old = self::next(&lab, "old");
+    std::fs::copy(stand_in::fake(), place.join("qemu")).unwrap();
+    std::fs::write(place.join("tombolo.toml"), format!("qemu = \"./qemu\"\n[vm.a]\n{VM}")).unwrap();
+    std::fs::create_dir(place.join("run")).unwrap();
+    std::os::unix::fs::chown(place.join("run"), Some(USER), Some(USER)).unwrap();
+    std::fs::set_permissions(place, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    // Processes of its own, so that projects of other tests are left alone; they end with the shell.
+    let script =
+        "setpriv --reuid=$1 --regid=$1 --clear-groups \"$0\" up && XDG_RUNTIME_DIR= \"$2\" upgrade --all";
+    let mut command = Command::new("unshare");
+    command.args(["-pf", "--mount-proc", "sh", "-c", script]).arg(&old).arg(USER.to_string()).arg(&next);
+    command.env("XDG_RUNTIME_DIR", place.join("run")).env("HOME", place.join("run"));
+    command.env("TOMBOLO_HYPERVISOR", "tcg").current_dir(place);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let words = said(&output);
+    let expected = format!("user {USER} has running projects under another program: 1; only that user");
+    assert!(output.status.success() && words.contains(&expected), "{words}");
 }
 
 #[test]

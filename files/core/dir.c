@@ -97,6 +97,8 @@ int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u3
 	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = tfs_dir_blocks(fs, dir);
 
 	slot->hash = tfs_hash(fs, name, len);
+	slot->place = NULL;
+	slot->rebuilt = false;
 	if (index_root)
 		return tfs_index_find(fs, dir, index_root, name, len, slot);
 	return find_by_scan(fs, dir, blocks, name, len, slot);
@@ -220,7 +222,7 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 
 int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
-	tmb_u32 need = tfs_granules_of(len), hash = slot->hash, have;
+	tmb_u32 need = tfs_granules_of(len), have;
 	struct tfs_dirent *entry;
 	int err = find_space(fs, dir, need, slot, &have);
 
@@ -234,13 +236,13 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 		tfs_persist(fs, &entry[need], TFS_DIRENT_HEADER);
 		tfs_barrier(fs);
 	}
-	tmb_store(&entry->hash, hash);
+	tmb_store(&entry->hash, slot->hash);
 	tmb_store(&entry->name_len, (tmb_u8)len);
 	/* The name may go on in the next granules; a checked copy into the field would refuse that. */
 	memcpy((char *)entry + offsetof(struct tfs_dirent, name), name, len);
 	tmb_store_release(&entry->granules, (tmb_u8)need);
 	tfs_persist(fs, entry, need * TFS_GRANULE);
-	err = tfs_index_add(fs, dir, hash, slot->granule);
+	err = tfs_index_add(fs, dir, slot);
 	if (err)
 		return err;
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) - need);
@@ -250,7 +252,7 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
 {
 	tmb_store(&dir->free_granules, tmb_load(&dir->free_granules) + tmb_load(&slot->entry->granules));
-	tfs_index_forget(fs, dir, slot->hash, slot->granule);
+	tfs_index_forget(fs, dir, slot);
 }
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */

@@ -81,8 +81,10 @@ int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, co
 		slot->entry = tfs_granule_at(fs, dir, granule);
 		slot->granule = granule;
 		if (slot->entry && tfs_entry_matches(slot->entry, TFS_GRANULES_PER_BLOCK - granule % TFS_GRANULES_PER_BLOCK, name, len,
-					   hash, &slot->ref))
+					   hash, &slot->ref)) {
+			slot->place = e;
 			return 0;
+		}
 	}
 	return -EUCLEAN;
 }
@@ -188,12 +190,12 @@ static void index_drop(struct tfs *fs, struct tfs_inode *dir)
 	tfs_count_blocks(fs, dir, -(tmb_s64)had);
 }
 
-int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
+int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, struct tfs_slot *slot)
 {
 	tmb_u64 root = tmb_load(&dir->index_root), probes = PROBE_MAX;
 	int err;
 
-	if (granule > 0xfffffffeULL - 1)
+	if (slot->granule > 0xfffffffeULL - 1)
 		return -ENOSPC; /* 2^32 granules: 256 GiB of names */
 	if (!root && tfs_dir_blocks(fs, dir) < 2)
 		return 0;
@@ -201,6 +203,7 @@ int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 g
 		bool full = root && (tmb_load(&dir->index_used) + 1) * 16 > (1ULL << index_log(root)) * 15;
 
 		/* Without room for a larger table the old one gets fuller than it should, then loses its tombstones, then is dropped and lookups scan. */
+		slot->rebuilt = true;
 		err = index_build(fs, dir);
 		if (full && (err == -ENOSPC || err == -EDQUOT)) {
 			index_drop(fs, dir);
@@ -212,24 +215,33 @@ int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 g
 		if (!root)
 			return 0;
 	}
-	return index_put(fs, root, hash, granule, &dir->index_used, &probes);
+	return index_put(fs, root, slot->hash, slot->granule, &dir->index_used, &probes);
 }
 
-void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule)
+static void bury(struct tfs *fs, tmb_u64 *place)
 {
-	tmb_u64 root = tmb_load(&dir->index_root), *e;
+	tmb_store_release(place, TFS_INDEX_TOMB);
+	tfs_persist(fs, place, sizeof(*place));
+}
+
+void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot)
+{
+	tmb_u64 root = tmb_load(&dir->index_root), known = (tmb_u64)slot->hash << 32 | (slot->granule + 1), *e;
 	struct probe p;
 
-	if (!root || probe_start(&p, root, hash))
+	if (slot->place && tmb_load(slot->place) == known) {
+		bury(fs, slot->place);
+		return;
+	}
+	if (!root || probe_start(&p, root, slot->hash))
 		return;
 	while ((e = probe_next(fs, &p))) {
 		tmb_u64 value = tmb_load(e);
 
 		if (!value)
 			return;
-		if (value == ((tmb_u64)hash << 32 | (granule + 1))) {
-			tmb_store_release(e, TFS_INDEX_TOMB);
-			tfs_persist(fs, e, sizeof(*e));
+		if (value == known) {
+			bury(fs, e);
 			return;
 		}
 	}

@@ -8,14 +8,19 @@
  */
 #include "tfs_internal.h"
 
+static tmb_u64 own_freeze(struct tfs *fs)
+{
+	return tmb_lock_word(fs->member, fs->epoch, 1);
+}
+
 bool tfs_frozen(struct tfs *fs)
 {
 	tmb_u64 *word = &tfs_sb(fs)->freeze, now = tmb_load(word);
-	tmb_u32 owner = tmb_lock_owner(now);
+	tmb_u32 owner = tmb_lock_owner(now), epoch = (tmb_u32)(now >> 32);
 
-	if (!now || owner == fs->member)
+	if (!now || (owner == fs->member && epoch == fs->epoch))
 		return false;
-	if (tfs_member_alive(fs, owner, (tmb_u32)(now >> 32)))
+	if (tfs_member_alive(fs, owner, epoch))
 		return true;
 	tmb_cas64(word, now, 0);
 	return false;
@@ -85,7 +90,7 @@ int tfs_freeze(struct tfs *fs)
 
 	if (fs->read_only)
 		return -EROFS;
-	if (tfs_frozen(fs) || !tmb_cas64(word, 0, tmb_lock_word(fs->member, fs->epoch, 1)))
+	if (tfs_frozen(fs) || !tmb_cas64(word, 0, own_freeze(fs)))
 		return -EBUSY;
 	err = settle(fs);
 	if (err)
@@ -95,5 +100,5 @@ int tfs_freeze(struct tfs *fs)
 
 void tfs_thaw(struct tfs *fs)
 {
-	tmb_cas64(&tfs_sb(fs)->freeze, tmb_lock_word(fs->member, fs->epoch, 1), 0);
+	tmb_cas64(&tfs_sb(fs)->freeze, own_freeze(fs), 0);
 }

@@ -207,6 +207,7 @@ static void set_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
 	tmb_store_release(&inode->state_gen, (tmb_load(&inode->state_gen) & ~0xffffffffULL) | freeing_state(fs, slot));
 	tfs_persist(fs, inode, sizeof(inode->state_gen));
+	fs->freeing[slot]++;
 }
 
 bool tfs_is_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)

@@ -58,8 +58,6 @@ int tfs_init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, cons
 	tmb_store(&inode->ctime, c->now);
 	tmb_store(&inode->btime, c->now);
 	tmb_store(&inode->version, 1);
-	if (c->open)
-		tmb_store(&inode->openers, 1ULL << fs->member);
 	if (TFS_IS(c->mode, TFS_MODE_LNK)) {
 		if (!c->symlink_len)
 			return -ENOENT;
@@ -99,6 +97,8 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u3
 	err = tfs_new_inode(fs, slot, 1, made, &inode);
 	if (err)
 		goto end;
+	if (c->open)
+		tfs_open_new(fs, made->ino, inode);
 	err = tfs_init_inode(fs, inode, dir_h.ino, c);
 	if (err)
 		goto drop;

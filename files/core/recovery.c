@@ -10,6 +10,8 @@
  */
 #include "tfs_internal.h"
 
+#define CHAIN 4u /* of dead members of whom each died while it recovered the next; bounds the stack */
+
 /* --- transactions ----------------------------------------------------------------------------------------------- */
 
 /* Keeps a linked block that carries the dead member's tag. */
@@ -24,21 +26,35 @@ static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, 
 	return 0;
 }
 
-static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, tmb_u8 tag, tmb_u64 *budget)
+/* What the recovery of one member finds in its transactions. */
+struct settling {
+	tmb_u8 tag;
+	tmb_u64 budget;	 /* blocks of trees that are still looked at */
+	tmb_u64 holders; /* members that may still look at blocks that were unlinked */
+	bool damaged;	 /* a tree could not be walked to its end */
+};
+
+static void keep_tree(struct tfs *fs, tmb_u64 root, struct settling *s)
+{
+	if (tfs_tree_walk(fs, root, keep_tagged, &s->tag, &s->budget))
+		s->damaged = true;
+}
+
+static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct settling *s)
 {
 	struct tfs_inode *inode;
 
 	if (ino == TFS_TX_ITABLE) {
-		tfs_tree_walk(fs, tmb_load(&tfs_sb(fs)->itable_root), keep_tagged, &tag, budget);
+		keep_tree(fs, tmb_load(&tfs_sb(fs)->itable_root), s);
 		return;
 	}
 	inode = tfs_inode(fs, ino);
 	if (!inode)
 		return;
-	tfs_tree_walk(fs, tmb_load(&inode->root), keep_tagged, &tag, budget);
-	tfs_tree_walk(fs, tmb_load(&inode->index_root), keep_tagged, &tag, budget);
-	tfs_tree_walk(fs, tmb_load(&inode->xattr_root), keep_tagged, &tag, budget);
-	tfs_tree_walk(fs, tmb_load(&inode->locks), keep_tagged, &tag, budget);
+	keep_tree(fs, tmb_load(&inode->root), s);
+	keep_tree(fs, tmb_load(&inode->index_root), s);
+	keep_tree(fs, tmb_load(&inode->xattr_root), s);
+	keep_tree(fs, tmb_load(&inode->locks), s);
 }
 
 /* Repeats the work of a transaction that had begun; the dead member still holds its inode's lock. */
@@ -95,24 +111,23 @@ static tmb_u32 tx_state(struct tfs_tx *tx)
 
 /*
  * Settles inode 'k' of an open or committed transaction: keeps the blocks that are linked, and ends a change of a directory that no other member is
- * making. Returns the members that may still look at unlinked blocks of the inode.
+ * making.
  */
-static tmb_u64 settle(struct tfs *fs, tmb_u32 member, tmb_u32 slot, tmb_u32 k, tmb_u64 *budget)
+static void settle(struct tfs *fs, tmb_u32 member, tmb_u32 slot, tmb_u32 k, struct settling *s)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
-	tmb_u64 ino = tmb_load(&area->tx[slot].ino[k]), holders;
+	tmb_u64 ino = tmb_load(&area->tx[slot].ino[k]);
 	struct tfs_inode *inode = tfs_tx_listed(fs, &area->tx[slot], k);
 	tmb_u32 owner;
 
 	if (ino && !listed_before(area, slot, k, ino))
-		keep_inode_blocks(fs, ino, (tmb_u8)(member + 1), budget);
+		keep_inode_blocks(fs, ino, s);
 	if (!inode)
-		return 0;
-	holders = tfs_holders(fs, inode, ino, false);
+		return;
+	s->holders |= tfs_holders(fs, inode, ino, false);
 	if (TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) && tmb_load(&inode->seq) & 1 &&
 	    (!tfs_lock_held(&inode->lock, &owner) || owner == member))
 		tfs_dir_end(fs, inode);
-	return holders;
 }
 
 /* Repeats the work of all transactions that have begun it. Fails only if a later recovery can complete it. */
@@ -128,6 +143,21 @@ static int redo_all(struct tfs *fs, struct tfs_member_area *area, tmb_u8 tag)
 		if (err == -ENOMEM || err == -EINTR || err == -ESHUTDOWN)
 			return err;
 	}
+	return 0;
+}
+
+/*
+ * Frees the blocks with the tag. After damage any of them may be linked where no walk came, so none is freed: a block that two files have is worse than
+ * one that is lost until fsck finds it.
+ */
+static int free_unlinked(struct tfs *fs, const struct settling *s)
+{
+	tmb_u64 block = fs->data_start;
+
+	if (!s->damaged)
+		return tfs_free_tagged(fs, s->tag, s->holders);
+	while ((block = tfs_find_map(fs, block, fs->blocks, s->tag)) < fs->blocks)
+		tfs_set_map(fs, block, 1, TFS_MAP_USED);
 	return 0;
 }
 
@@ -151,10 +181,10 @@ static void clear_area(struct tfs *fs, tmb_u32 member)
 static int recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
-	tmb_u8 tag = (tmb_u8)(member + 1);
-	tmb_u64 budget = 2 * fs->blocks, holders = tfs_active_members(fs, tmb_load(&area->kept_for));
+	struct settling s = {.tag = (tmb_u8)(member + 1), .budget = 2 * fs->blocks};
 	int err;
 
+	s.holders = tfs_active_members(fs, tmb_load(&area->kept_for));
 	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++)
 		if (tx_state(&area->tx[i]) == TFS_TX_COMMITTED)
 			tfs_tx_repeat(fs, &area->tx[i]);
@@ -162,11 +192,11 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 		tmb_u32 inodes = tx_state(&area->tx[i]) == TFS_TX_FREE ? 0 : TFS_TX_INODES;
 
 		for (tmb_u32 k = 0; k < inodes; k++)
-			holders |= settle(fs, member, i, k, &budget);
+			settle(fs, member, i, k, &s);
 	}
-	err = redo_all(fs, area, tag);
+	err = redo_all(fs, area, s.tag);
 	if (!err)
-		err = tfs_free_tagged(fs, tag, holders);
+		err = free_unlinked(fs, &s);
 	if (!err)
 		clear_area(fs, member);
 	return err;
@@ -253,13 +283,24 @@ static tmb_u32 ended_epoch(struct tmb_member *slot)
 	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
 }
 
+static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how, tmb_u32 chain);
+
+/* Returns whether the dead member that owned a recovery's lock has transactions that are not recovered: it may have died in that recovery. */
+static bool is_half_done(struct tfs *fs, tmb_u64 lock)
+{
+	tmb_u32 owner = tmb_lock_owner(lock);
+
+	return owner < TFS_MEMBERS && tmb_load_acquire(&fs->members[owner].recovered_epoch) < (tmb_u32)(lock >> 32);
+}
+
 /*
- * Takes the lock of a member's recovery; a dead owner's is taken over as it is. 1: not needed, because the transactions are recovered and the
+ * Takes the lock of a member's recovery. A dead owner's transactions are recovered first: it may have been changing the same inodes, and another member
+ * may be recovering it now. 1: not needed, because the transactions are recovered and the
  * caller wants no more. The owner recovers transactions first, which waits for no lock but that of the deferred blocks. So a thread that holds
  * locks of inodes and waits here goes on, even while the owner waits for locks of inodes to forget open references. A thread takes several in
  * the order of their members, and holds no other lock then.
  */
-static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool references, tmb_u32 upto, enum tfs_how how)
+static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool references, tmb_u32 upto, enum tfs_how how, tmb_u32 chain)
 {
 	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1);
 	struct tfs_wait w;
@@ -274,6 +315,8 @@ static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool reference
 			return 1;
 		if (now && tfs_member_alive(fs, owner, (tmb_u32)(now >> 32)))
 			err = tfs_wait_more(fs, &w, now, owner, NULL, 0);
+		else if (chain && &fs->members[owner % TFS_MEMBERS] != slot && is_half_done(fs, now))
+			err = recover_members(fs, 1ULL << owner, false, how, --chain);
 		else if (tmb_cas64(&slot->recovery_lock, now, mine))
 			return 0;
 	}
@@ -293,14 +336,14 @@ struct recovery {
 };
 
 /* Locks a member's recovery and recovers its transactions, as far as there is anything to recover. */
-static int recover_one(struct tfs *fs, struct recovery *r, tmb_u32 m, bool references, enum tfs_how how)
+static int recover_one(struct tfs *fs, struct recovery *r, tmb_u32 m, bool references, enum tfs_how how, tmb_u32 chain)
 {
 	struct tmb_member *slot = &fs->members[m];
 	int err;
 
 	if (tmb_load_acquire(references ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
 		return 0;
-	err = lock_recovery(fs, slot, references, ended_epoch(slot), how);
+	err = lock_recovery(fs, slot, references, ended_epoch(slot), how, chain);
 	if (err)
 		return err < 0 ? err : 0;
 	r->upto[m] = ended_epoch(slot);
@@ -319,8 +362,9 @@ static int recover_one(struct tfs *fs, struct recovery *r, tmb_u32 m, bool refer
 	return 0;
 }
 
-/* references: also forgets the members' open references, for which it takes locks of inodes. */
-static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how)
+/* references: also forgets the members' open references, for which it takes locks of inodes. chain: of so many dead members each may have died while it
+ * recovered the next; from there on a recovery's lock is taken over as it is. */
+static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how, tmb_u32 chain)
 {
 	struct recovery r = {0};
 	tmb_u64 left;
@@ -329,7 +373,7 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enu
 	if (!fs->members)
 		return 0;
 	for (left = members; left && !err; left &= left - 1)
-		err = recover_one(fs, &r, (tmb_u32)__builtin_ctzll(left), references, how);
+		err = recover_one(fs, &r, (tmb_u32)__builtin_ctzll(left), references, how, chain);
 	/* From here on the dead members' locks can be taken over; the scan does so. */
 	if (r.forget) {
 		int left_over = forget_in_inodes(fs, r.forget);
@@ -356,12 +400,12 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enu
 
 int tfs_recover(struct tfs *fs, tmb_u32 member)
 {
-	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true, TFS_KILLABLE) : 0;
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true, TFS_KILLABLE, CHAIN) : 0;
 }
 
 int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how)
 {
-	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false, how) : 0;
+	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false, how, CHAIN) : 0;
 }
 
 int tfs_recover_all(struct tfs *fs)
@@ -370,5 +414,5 @@ int tfs_recover_all(struct tfs *fs)
 		return 0;
 	int err = tfs_wait_thaw(fs);
 
-	return err ? err : recover_members(fs, ~0ULL, true, TFS_KILLABLE);
+	return err ? err : recover_members(fs, ~0ULL, true, TFS_KILLABLE, CHAIN);
 }

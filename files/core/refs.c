@@ -76,6 +76,13 @@ int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 	return err;
 }
 
+void tfs_open_new(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
+{
+	lock_bits(fs, ino);
+	tmb_store(&inode->openers, 1ULL << fs->member);
+	unlock_bits(fs, ino);
+}
+
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);

@@ -222,6 +222,13 @@ static int lock_all(struct tfs *fs, struct rename *r)
 	}
 }
 
+/* Called before the old name is taken out of the index, which may be another one than when the name was found. */
+static void forget_place(struct rename *r)
+{
+	if (r->to.rebuilt)
+		r->from.place = NULL;
+}
+
 /*
  * Without room for another entry: puts the new name into the old entry's place, if it fits there and into the transaction. Lookups try again
  * while the directory changes, so they see the old name or the new one.
@@ -237,7 +244,8 @@ static int rename_in_place(struct tfs *fs, struct rename *r)
 	_Static_assert(offsetof(struct tfs_dirent, name_len) == 12 && offsetof(struct tfs_dirent, granules) == 13, "the word of an entry's head");
 	if (tfs_granules_of(len) > granules || 1 + (len + 7) / 8 > TFS_TX_WORDS)
 		return -ENOSPC;
-	err = tfs_index_add(fs, r->old_dir, hash, r->from.granule);
+	r->to.granule = r->from.granule;
+	err = tfs_index_add(fs, r->old_dir, &r->to);
 	if (err)
 		return err;
 	tfs_tx_word(fs, r->slot, (tmb_u8 *)entry + offsetof(struct tfs_dirent, hash), head);
@@ -248,7 +256,8 @@ static int rename_in_place(struct tfs *fs, struct rename *r)
 		tfs_tx_word(fs, r->slot, (tmb_u8 *)entry + TFS_DIRENT_HEADER + at, word);
 	}
 	tfs_tx_commit(fs, r->slot);
-	tfs_index_forget(fs, r->old_dir, r->from.hash, r->from.granule);
+	forget_place(r);
+	tfs_index_forget(fs, r->old_dir, &r->from);
 	return 0;
 }
 
@@ -313,6 +322,7 @@ static int move(struct tfs *fs, struct rename *r)
 		tfs_tx_word(fs, r->slot, &r->target->nlink, r->target_is_dir ? 0 : tmb_load(&r->target->nlink) - 1);
 	count_move(fs, r);
 	tfs_tx_commit(fs, r->slot);
+	forget_place(r);
 	if (!r->whiteout)
 		tfs_dir_forget(fs, r->old_dir, &r->from);
 	return 0;

@@ -249,7 +249,10 @@ static void end_deferral(struct tfs *fs)
 	tfs_unlock(fs, &tfs_sb(fs)->deferred_lock);
 }
 
-/* Takes the lock, asks the holders to let go, and stores that they may look at deferred blocks. */
+/*
+ * Takes the lock, stores that the holders may look at deferred blocks, and asks them to let go. In this order, so that a holder that clears its
+ * TMB_PENDING_REVOKE after the request sees its bit, and one that cleared it before is asked again.
+ */
 static int begin_deferral(struct tfs *fs, tmb_u64 holders)
 {
 	struct tfs_super *sb = tfs_sb(fs);
@@ -257,10 +260,10 @@ static int begin_deferral(struct tfs *fs, tmb_u64 holders)
 
 	if (err)
 		return err;
-	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
 	tmb_fetch_or(&sb->deferred_members, holders);
 	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
 	tfs_barrier(fs);
+	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
 	return 0;
 }
 

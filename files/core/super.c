@@ -171,6 +171,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	use_layout(fs, area, &l);
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
 	memset(fs->queue, 0, sizeof(fs->queue));
+	memset(fs->freeing, 0, sizeof(fs->freeing));
 	fs->numbers = 0;
 	fs->silent = 0;
 	fs->unclean = false;

@@ -39,6 +39,7 @@ struct tfs {
 	bool unclean;	 /* this member left work to its recovery */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	bool reserve_taken; /* reserved blocks were used and not replaced yet */
+	tmb_u8 freeing[TFS_TX_SLOTS]; /* how many inodes the transaction in each slot has freed */
 	tmb_u32 recovery_lock; /* held by the thread of this member that uses the transaction slot TFS_TX_RECOVERY */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: locks of the member's own bits in 'openers' and 'mappers' */

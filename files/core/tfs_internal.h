@@ -274,6 +274,8 @@ bool tfs_is_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot);
 void tfs_set_free(struct tfs *fs, struct tfs_inode *inode);
 /* Frees the contents, and has the end of the transaction free the number. The caller holds the inode's lock; nlink is 0 and no member has it open. */
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
+/* Sets this member's open bit of a record that it has claimed; a thread that came too late for the record's last inode does not clear it. */
+void tfs_open_new(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode);
 /* Frees the inode if it has neither name nor opener, and ends the transaction. */
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
 /*
@@ -301,6 +303,8 @@ struct tfs_slot {
 	tmb_u64 granule; /* position */
 	tmb_u64 ref;	 /* copied */
 	tmb_u32 hash;	 /* of the name that was looked up */
+	tmb_u64 *place;	 /* the entry's place in the index; NULL: not known */
+	bool rebuilt;	 /* tfs_index_add() has replaced the index: places that were found before are not valid */
 };
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len);
 /* -ENOENT: sets only the hash of 'slot'. Does not report -EUCLEAN as damage; tfs_dir_find_locked does. */
@@ -336,8 +340,9 @@ struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64
 /* Compares the entry with the name. left: granules to the end of its block. */
 bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref);
 int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, struct tfs_slot *slot);
-int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule);
-void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, tmb_u32 hash, tmb_u64 granule);
+/* Stores the slot's hash and granule. */
+int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, struct tfs_slot *slot);
+void tfs_index_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot *slot);
 
 /* names.c: shared with rename.c */
 int tfs_check_name(tmb_u32 len);

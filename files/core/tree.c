@@ -420,8 +420,9 @@ static int walk_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tfs_visit vis
 	if (!tfs_block_ok(fs, node))
 		return tfs_damage(fs, "tree entry out of range", node, level);
 	/* A tree that refers to more blocks than the area has contains a cycle. */
-	if (!(*budget)--)
+	if (!*budget)
 		return tfs_damage(fs, "tree without end", node, level);
+	--*budget;
 	if (level) {
 		tmb_u64 *entries = node_entries(fs, node);
 

@@ -163,12 +163,13 @@ void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
 	struct tfs_inode *freed[TFS_TX_INODES];
 	tmb_u32 n = 0;
 
-	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++) {
+	for (tmb_u32 i = 0; n < fs->freeing[slot] && i < TFS_TX_INODES; i++) {
 		struct tfs_inode *inode = tfs_tx_listed(fs, tx, i);
 
 		if (inode && tfs_is_freeing(fs, inode, slot))
 			freed[n++] = inode;
 	}
+	fs->freeing[slot] = 0;
 	tfs_barrier(fs);
 	clear_tx(fs, tx, tx_state(fs, TFS_TX_FREE));
 	tfs_barrier(fs);

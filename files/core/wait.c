@@ -286,12 +286,13 @@ static bool demand(struct tmb_lock *lock, tmb_u64 *now)
 	return tmb_load(&lock->word) == *now;
 }
 
-/* Leaves the queue. The member stays announced while it has other threads in the queue; the next unlock wakes the first of them. */
+/* Leaves the queue, if 'place' is one. The member stays announced while it has other threads in the queue; the next unlock wakes the first of them. */
 static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *place)
 {
 	tmb_u64 bit = 1ULL << fs->member;
 
-	dequeue(place);
+	if (place)
+		dequeue(place);
 	if (first_of(fs, id_of(lock))) {
 		tmb_fetch_or(&lock->waiters, bit);
 		return;
@@ -303,18 +304,22 @@ static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *p
 		tmb_fetch_or(&lock->waiters, bit);
 }
 
-/* Waits until this thread owns the lock (1), or the wait has ended otherwise (an error). Only the first of the queue acts. */
-static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter *place)
+/*
+ * Waits until this thread owns the lock (1), or the wait has ended otherwise (an error). Only the first of the queue acts, and threads that find all
+ * places taken: what the others wait for may not come before such a thread has its lock. *placep: its place, NULL: none.
+ */
+static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter **placep)
 {
 	tmb_u64 seen = 0, since = 0;
 	bool slept = false;
 	int got;
 
 	for (;;) {
-		tmb_u32 rung = tmb_load_acquire(&place->bell), owner = TFS_MEMBERS;
+		struct tfs_waiter *place = *placep ? *placep : (*placep = enqueue(fs, lock));
+		tmb_u32 rung = place ? tmb_load_acquire(&place->bell) : 0, owner = TFS_MEMBERS;
 		tmb_u64 now = tmb_load_acquire(&lock->word);
 
-		if (first_of(fs, id_of(lock)) == place) {
+		if (!place || first_of(fs, id_of(lock)) == place) {
 			if (now != seen || !since) {
 				seen = now;
 				since = tfs_os_clock();
@@ -327,7 +332,7 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 			owner = tmb_lock_owner(now);
 		}
 		slept = true;
-		got = tfs_wait_more(fs, w, now & ~TFS_LOCK_DEMAND, owner, &place->bell, rung);
+		got = tfs_wait_more(fs, w, now & ~TFS_LOCK_DEMAND, owner, place ? &place->bell : NULL, rung);
 		if (got)
 			return got;
 	}
@@ -350,9 +355,9 @@ static bool spin(struct tfs *fs, struct tmb_lock *lock)
 
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 {
-	struct tfs_waiter *place;
+	struct tfs_waiter *place = NULL;
 	struct tfs_wait w;
-	int err = 0;
+	int err;
 
 	if (fs->read_only)
 		return -EROFS;
@@ -361,14 +366,7 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 	if (spin(fs, lock))
 		return 0;
 	tfs_wait_start(&w, how);
-	while (!(place = enqueue(fs, lock))) {
-		if (tfs_try_lock(fs, lock))
-			return 0;
-		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
-		if (err)
-			return err;
-	}
-	err = wait_in_queue(fs, lock, &w, place);
+	err = wait_in_queue(fs, lock, &w, &place);
 	withdraw(fs, lock, place);
 	if (err > 0)
 		return 0;

@@ -3,6 +3,9 @@
  * flock() and fcntl() locks, which exclude across members. The core's table in the zone decides; the VFS's own lists mirror this
  * kernel's locks, so that closing a file releases them. A lock is taken in the zone first and released in the VFS first, so what
  * the zone grants never conflicts here. A waiter sleeps until a doorbell, or a release in this kernel, and tries again.
+ *
+ * A release may have to wait for a suspended member. If its process is killed meanwhile, the VFS has forgotten the lock and releases it no second
+ * time, so a work item does it in the zone.
  */
 #include "tombolo.h"
 
@@ -38,6 +41,77 @@ static void wake_waiters(struct tmb_sb *s)
 	wake_up_all(&s->rung);
 }
 
+/* A lock that is still to be released in the zone. */
+struct unlocking {
+	struct list_head link;
+	struct tfs_handle h;
+	struct tfs_file_lock lock;
+};
+
+static void unlock_late(struct work_struct *work)
+{
+	struct tmb_sb *s = container_of(work, struct tmb_sb, unlock);
+	struct unlocking *u;
+
+	for (;;) {
+		spin_lock(&s->unlocking_lock);
+		u = list_first_entry_or_null(&s->unlocking, struct unlocking, link);
+		spin_unlock(&s->unlocking_lock);
+		if (!u)
+			break;
+		/* An error: the file is gone, or this member, and the lock with it. */
+		tfs_set_lock(&s->fs, u->h, &u->lock);
+		spin_lock(&s->unlocking_lock);
+		list_del(&u->link);
+		spin_unlock(&s->unlocking_lock);
+		kfree(u);
+		wake_waiters(s);
+	}
+}
+
+/* Returns whether a lock of this owner on the file is still to be released. A new owner may have the number of one that is gone. */
+static bool is_unlocking(struct tmb_sb *s, struct tfs_handle h, u64 owner)
+{
+	struct unlocking *u;
+	bool yes = false;
+
+	spin_lock(&s->unlocking_lock);
+	list_for_each_entry(u, &s->unlocking, link)
+		yes |= u->h.ino == h.ino && u->h.generation == h.generation && u->lock.owner == owner;
+	spin_unlock(&s->unlocking_lock);
+	return yes;
+}
+
+void tmb_locks_start(struct tmb_sb *s)
+{
+	spin_lock_init(&s->unlocking_lock);
+	INIT_LIST_HEAD(&s->unlocking);
+	INIT_WORK(&s->unlock, unlock_late);
+}
+
+void tmb_locks_stop(struct tmb_sb *s)
+{
+	flush_work(&s->unlock);
+}
+
+/* Releases a lock in the zone, later if the process is killed while it waits. */
+static int unlock_in_zone(struct tmb_sb *s, struct inode *inode, const struct tfs_file_lock *lock)
+{
+	int err = tfs_set_lock(&s->fs, tmb_h(inode), lock);
+	struct unlocking *u;
+
+	if (err != -EINTR)
+		return err;
+	u = kmalloc(sizeof(*u), GFP_NOFS | __GFP_NOFAIL);
+	u->h = tmb_h(inode);
+	u->lock = *lock;
+	spin_lock(&s->unlocking_lock);
+	list_add_tail(&u->link, &s->unlocking);
+	spin_unlock(&s->unlocking_lock);
+	queue_work(system_unbound_wq, &s->unlock);
+	return 0;
+}
+
 static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, struct file_lock *fl)
 {
 	struct tfs_file_lock lock;
@@ -45,7 +119,7 @@ static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, stru
 
 	describe(s, fl, &lock);
 	lock.type = TFS_LK_UNLOCK;
-	zone_err = tfs_set_lock(&s->fs, tmb_h(inode), &lock);
+	zone_err = unlock_in_zone(s, inode, &lock);
 	wake_waiters(s);
 	return err ? err : zone_err;
 }
@@ -108,13 +182,15 @@ static int set(struct file *file, struct file_lock *fl)
 	if (tmb_fl(fl, type) == F_UNLCK)
 		return unlock(s, inode, file, fl);
 	describe(s, fl, &lock);
-	err = take(s, file, fl, &lock, tmb_fl(fl, flags) & FL_SLEEP);
+	err = wait_event_interruptible(s->rung, !is_unlocking(s, tmb_h(inode), lock.owner));
+	if (!err)
+		err = take(s, file, fl, &lock, tmb_fl(fl, flags) & FL_SLEEP);
 	if (err)
 		return err == -EROFS ? -ENOLCK : err;
 	err = locks_lock_file_wait(file, fl);
 	if (err) {
 		lock.type = TFS_LK_UNLOCK;
-		tfs_set_lock(&s->fs, tmb_h(inode), &lock);
+		unlock_in_zone(s, inode, &lock);
 		wake_waiters(s);
 	}
 	return err;

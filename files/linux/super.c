@@ -275,6 +275,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	INIT_LIST_HEAD(&s->mapped);
 	tmb_changes_start(s);
 	tmb_closing_start(s);
+	tmb_locks_start(s);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
 	s->lock_queue = alloc_ordered_workqueue("tombolo-locks", 0);
 	if (!s->work_queue || !s->lock_queue) {
@@ -327,6 +328,7 @@ static void tmb_kill_sb(struct super_block *sb)
 		return;
 	tmb_syncdev_destroy(s->sync);
 	flush_workqueue(s->lock_queue);
+	tmb_locks_stop(s);
 	/* Path walks under RCU may still look at the zone. */
 	synchronize_rcu();
 	if (s->opened)

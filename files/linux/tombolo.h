@@ -83,6 +83,10 @@ struct tmb_sb {
 	struct list_head closing; /* references to give back in the zone */
 	struct tfs_handle closing_now; /* the one that is being given back; number 0: none */
 	wait_queue_head_t closed;      /* one has been given back */
+	/* file locks that are to be released once their table can be locked */
+	spinlock_t unlocking_lock;
+	struct list_head unlocking;
+	struct work_struct unlock;
 	/* change events */
 	struct mutex changes_lock; /* one writer of events at a time; the beginning and end of listening */
 	u32 change_cookie;
@@ -177,6 +181,8 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
 /* lock.c */
 int tmb_lock(struct file *file, int cmd, struct file_lock *fl);
 int tmb_flock(struct file *file, int cmd, struct file_lock *fl);
+void tmb_locks_start(struct tmb_sb *s);
+void tmb_locks_stop(struct tmb_sb *s);
 
 /* notify.c; masks as inotify has them (FS_*) */
 void tmb_tell(struct dentry *dentry, u32 mask);

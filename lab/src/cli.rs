@@ -14,7 +14,7 @@ use crate::carry::find_program;
 use crate::client::{RawTerminal, Session, Through, copy_back};
 use crate::config::{Config, Iommu, Machine};
 use crate::emulator::Emulator;
-use crate::instance::{self, BOOT_PATIENCE, Lab, Watch};
+use crate::instance::{self, BOOT_TIMEOUT, Lab, Watch};
 use crate::protocol::Start;
 use crate::signals::Signals;
 use crate::{agent, cache};
@@ -309,7 +309,7 @@ fn work_in_lab(cleanup: &Cleanup, machine: Machine, options: &Options, job: &Job
             Lab::start(&config, None, cleanup)?
         }
     };
-    let mut session = Session::open(lab.folder(), BOOT_PATIENCE)?;
+    let mut session = Session::open(lab.folder(), BOOT_TIMEOUT)?;
     let (out, inside) = session.out_folder(lab.folder())?;
     let start = job.start(&inside)?;
     if job.terminal {

@@ -81,8 +81,8 @@ impl Sink for Through {
 }
 
 impl Session {
-    /// Takes a free port of the lab in `folder` and waits at most `patience` for the agent's answer.
-    pub fn open(folder: &Path, patience: Duration) -> Result<Self> {
+    /// Takes a free port of the lab in `folder` and waits at most `timeout` for the agent's answer.
+    pub fn open(folder: &Path, timeout: Duration) -> Result<Self> {
         let (number, lock) = free_port(folder)?;
         let address = Address::of(folder)?;
         let (stream, nonce, greeting) = match &address {
@@ -109,7 +109,7 @@ impl Session {
             set_socket_timeout(&stream, Timeout::Send, time)?;
             set_socket_timeout(&stream, Timeout::Recv, time)
         };
-        limit(Some(patience))?;
+        limit(Some(timeout))?;
         let mut session = Self {
             stream: stream.try_clone()?.into(),
             input: Vec::new(),

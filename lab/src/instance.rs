@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A running lab: a folder with its sockets, logs and disks, and the emulator's process.
 //!
-//! Whoever runs the lab holds an exclusive lock on the folder's `lock` file: the starter at first, the emulator as long as it lives (it
-//! inherits the descriptor). So a folder whose lock is free belongs to nobody, whatever killed its owner, and the next start
-//! removes it.
+//! The process that runs the lab holds an exclusive lock on the folder's `lock` file: the starter at first, the emulator as long as it lives
+//! (it inherits the descriptor). So a folder whose lock is free has no owner, whatever killed that, and the next start removes it.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -24,11 +23,11 @@ use crate::protocol::Start;
 use crate::signals::{ChildOf, detach};
 
 /// Longest time from QEMU's start to the agent's answer.
-pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
+pub const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
 /// The same for Bochs, which is ten times slower.
-pub const BOCHS_PATIENCE: Duration = Duration::from_secs(600);
+pub const BOCHS_TIMEOUT: Duration = Duration::from_secs(600);
 /// The agent's answer at the end of a boot, at least: what is left of the boot's time may be nothing.
-const LEAST_PATIENCE: Duration = Duration::from_secs(10);
+const LEAST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The log of the lab's kernel, in the lab's folder.
 pub const CONSOLE: &str = "console.log";
 
@@ -124,18 +123,18 @@ impl Lab {
         let log = File::create(self.folder.join("emulator.log"))?;
         // Standard input carries the lock; nothing is read from it.
         command.stdin(lock).stdout(log.try_clone()?).stderr(Stdio::from(log));
-        detach(&mut command, if stays { ChildOf::Nobody } else { ChildOf::Us });
+        detach(&mut command, if stays { ChildOf::None } else { ChildOf::Us });
         let begin = Instant::now();
         let child = command.spawn().with_context(|| format!("starting {emulator}"))?;
         fs::write(self.folder.join("pid"), child.id().to_string())?;
         watch.begun(&self.folder, Some(Pid::from_child(&child)));
         let child = self.child.insert(child);
-        let patience = match config.machine {
-            Machine::Svm => BOOT_PATIENCE,
-            Machine::Vmx => BOCHS_PATIENCE,
+        let timeout = match config.machine {
+            Machine::Svm => BOOT_TIMEOUT,
+            Machine::Vmx => BOCHS_TIMEOUT,
         };
-        let deadline = begin + patience;
-        let left = || deadline.saturating_duration_since(Instant::now()).max(LEAST_PATIENCE);
+        let deadline = begin + timeout;
+        let left = || deadline.saturating_duration_since(Instant::now()).max(LEAST_TIMEOUT);
         let mut alive = || match child.try_wait()? {
             Some(status) => bail!("{emulator} ended ({status})"),
             None => Ok(()),
@@ -150,7 +149,7 @@ impl Lab {
 
     /// Runs a command with no input and collects its output; the environment is small and fixed.
     pub fn output(&self, argv: &[&str]) -> Result<Output> {
-        let mut session = Session::open(&self.folder, BOOT_PATIENCE)?;
+        let mut session = Session::open(&self.folder, BOOT_TIMEOUT)?;
         let mut output = Output { code: 0, stdout: Vec::new(), stderr: Vec::new() };
         let start = Start {
             argv: argv.iter().map(|a| (*a).to_owned()).collect(),

@@ -77,7 +77,7 @@ pub fn signal_changes(fd: &impl AsRawFd) -> io::Result<()> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChildOf {
     /// A session of its own; it lives on when we end.
-    Nobody,
+    None,
     /// A session of its own; the kernel ends it when we end, however we end.
     Us,
     /// A session of its own, with standard input as its controlling terminal.
@@ -106,7 +106,7 @@ pub fn detach(command: &mut Command, child_of: ChildOf) {
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()) };
         rustix::process::setsid()?;
         match child_of {
-            ChildOf::Nobody => Ok(()),
+            ChildOf::None => Ok(()),
             ChildOf::Us => {
                 rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
                 Ok(())

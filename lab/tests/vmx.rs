@@ -13,7 +13,7 @@ use tombolo_lab::{cache, initramfs};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_tombolo-lab");
 /// Far beyond what anything here takes.
-const PATIENCE: Duration = Duration::from_secs(900);
+const TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Bochs takes a CPU: one at a time.
 static ONE: Mutex<()> = Mutex::new(());
@@ -71,7 +71,7 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
         if let Some(found) = look() {
             return found;
         }
-        assert!(begun.elapsed() < PATIENCE, "{what}: not after {PATIENCE:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{what}: not after {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VMM may say, but seldom does: resets, places at the end of all addresses, state for fewer queues than there are.
+//! Rare messages of a VMM: resets, addresses at the end of the address space, state for fewer queues than there are.
 
 mod common;
 
 use std::io::Read;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
-use common::lab::{Lab, exchange};
+use common::lab::{Lab, exchange, message};
 use common::program::Switch;
 use common::{Rig, frame, wait_for};
 use tombolo_net::control::config::{UplinkConfig, Way};
@@ -66,6 +67,48 @@ fn a_used_ring_whose_log_is_at_the_end_of_all_addresses_stops_no_worker() {
         rig.pass(0);
         assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(sent));
     }
+}
+
+#[test]
+fn a_log_that_begins_where_a_ring_began_keeps_back_no_frame() {
+    // A packed ring is at the same place again after two laps.
+    let config = NicConfig { packed: true, size: 16, ..NicConfig::default() };
+    let mut rig = Rig::new(&[config; 2]);
+    let log = Ram::new(4096, 0).unwrap();
+    let log = Arc::new(DirtyLog::map(log.file(), 4096, 0).unwrap());
+    for n in 0..40 {
+        if n == 31 {
+            rig.ports.iter().flat_map(|p| p.vrings()).for_each(|v| v.lock().log = Some(log.clone()));
+        }
+        let sent = frame(Rig::mac(1), Rig::mac(0), 80, n);
+        assert!(rig.nics[0].send(&sent));
+        rig.pass(0);
+        assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(sent), "frame {n}");
+        assert_eq!(rig.nics[0].reap(), 1, "frame {n}");
+    }
+}
+
+/// SEND_RARP.
+const ANNOUNCE: u32 = 19;
+
+#[test]
+fn of_a_flood_of_announcements_the_others_get_a_few() {
+    let lab = Lab::new(2, 1);
+    let stream = UnixStream::connect(lab.socket(0)).unwrap();
+    let raw = stream.try_clone().unwrap();
+    let mut a = Nic::new(NicConfig::default()).unwrap();
+    a.connect_over(stream, &mut None).unwrap();
+    let _b = lab.connect(1, NicConfig::default());
+    let begun = Instant::now();
+    for _ in 0..2000 {
+        message(&raw, ANNOUNCE, &[&Rig::mac(0).0[..], &[0; 2]].concat(), &[]);
+    }
+    // Answered after all of them.
+    a.front().unwrap().get_features().unwrap();
+    // Twenty a second, and two at once.
+    let most = 3 + begun.elapsed().as_millis() as u64 / 50;
+    let sent = lab.daemon.switch().view().ports()[0].port.sent().packets;
+    assert!((1..=most).contains(&sent), "{sent} announcements, {most} at most");
 }
 
 #[test]

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The host's memory, and the files that a VM names.
 
-use std::os::unix::fs::MetadataExt;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
 
 use anyhow::Context;
 
@@ -83,19 +86,43 @@ fn check_memory_of<'a>(
     Ok(())
 }
 
+/// What a file that a compose file names must be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A regular file.
+    File,
+    /// A regular file or a block device.
+    Disk,
+}
+
+/// Opens a file that a compose file names. What would block whoever opens or reads it, as a pipe does, is refused.
+///
+/// # Errors
+/// Those of the file system, and that it is something else.
+pub fn open(path: &Path, kind: Kind, write: bool) -> io::Result<File> {
+    let is_one = |meta: &Metadata| meta.is_file() || kind == Kind::Disk && meta.file_type().is_block_device();
+    let refused = match kind {
+        Kind::File => "it is no regular file",
+        Kind::Disk => "it is neither a regular file nor a block device",
+    };
+    let check = |meta: Metadata| if is_one(&meta) { Ok(()) } else { Err(io::Error::other(refused)) };
+    check(std::fs::metadata(path)?)?;
+    // Something else may have come to its place.
+    let file = OpenOptions::new().read(true).write(write).custom_flags(libc::O_NONBLOCK).open(path)?;
+    check(file.metadata()?)?;
+    Ok(file)
+}
+
 /// Looks whether the files a VM names are there.
 ///
 /// # Errors
 /// Names the key and the file.
 pub fn check_files(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
-    if let Some(disk) = &spec.disk {
-        let opened = std::fs::OpenOptions::new().read(true).write(!spec.snapshot).open(disk);
-        opened.map_err(|e| anyhow::anyhow!("vm.{name}.disk: {} can't be opened: {e}", disk.display()))?;
-    }
-    for disk in &spec.disks {
-        let opened = std::fs::OpenOptions::new().read(true).write(disk.is_written()).open(&disk.path);
-        opened
-            .map_err(|e| anyhow::anyhow!("vm.{name}.disks: {} can't be opened: {e}", disk.path.display()))?;
+    let first = spec.disk.iter().map(|disk| ("disk", disk, !spec.snapshot));
+    let others = spec.disks.iter().map(|disk| ("disks", &disk.path, disk.is_written()));
+    for (key, disk, written) in first.chain(others) {
+        let opened = open(disk, Kind::Disk, written);
+        opened.map_err(|e| anyhow::anyhow!("vm.{name}.{key}: {} can't be opened: {e}", disk.display()))?;
     }
     if let Some(given) = &spec.cloud_init {
         let read = given.read_user_data().and_then(|_| given.read_network()).and_then(|_| given.read_keys());
@@ -126,6 +153,28 @@ mod tests {
         check_memory_of(Some(7 << 30), 0, vms(), zones()).unwrap();
         let e = check_memory_of(Some(8 << 30), 2 << 30, vms(), zones()).unwrap_err().to_string();
         assert!(e.contains("6144M left beside the 2048M that running ones may still take"), "{e}");
+    }
+
+    #[test]
+    fn a_disk_that_is_a_folder_a_pipe_or_a_terminal_is_refused_and_nobody_waits_for_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+        // SAFETY: the name is a string that ends with a zero byte.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        let check = |spec: &str| check_files("a", &toml::from_str(spec).unwrap()).unwrap_err().to_string();
+        for path in [pipe.to_str().unwrap(), dir.path().to_str().unwrap(), "/dev/zero"] {
+            let e = check(&format!("disk = \"{path}\""));
+            assert!(
+                e.starts_with(&format!("vm.a.disk: {path} can't be opened: it is neither a regular file")),
+                "{e}"
+            );
+            let e = check(&format!("disks = [{{ path = \"{path}\", readonly = true }}]"));
+            assert!(e.starts_with("vm.a.disks: ") && e.contains("nor a block device"), "{e}");
+        }
+        let image = dir.path().join("image");
+        std::fs::write(&image, "").unwrap();
+        check_files("a", &toml::from_str(&format!("disk = \"{}\"", image.display())).unwrap()).unwrap();
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tombolo_vm::guest::agent::Agent;
 use tombolo_vm::guest::exec::{Ended, Exec, Input, Stream, run};
 
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 struct Guest {
     process: Child,
@@ -44,7 +44,7 @@ impl Guest {
         let stream = loop {
             match UnixStream::connect(&socket) {
                 Ok(stream) => break stream,
-                Err(e) => assert!(start.elapsed() < PATIENCE, "{e}"),
+                Err(e) => assert!(start.elapsed() < TIMEOUT, "{e}"),
             }
             std::thread::sleep(Duration::from_millis(10));
         };
@@ -132,7 +132,7 @@ fn a_command_whose_caller_has_gone_is_ended() {
     let start = Instant::now();
     let path = format!("/proc/{}/cmdline", pid.trim());
     while std::fs::read(&path).is_ok_and(|c| !c.is_empty()) {
-        assert!(start.elapsed() < PATIENCE, "it lives on");
+        assert!(start.elapsed() < TIMEOUT, "it lives on");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -165,7 +165,7 @@ fn a_command_that_ignores_its_end_is_killed_with_all_that_it_started_in_a_guest_
     };
     let start = Instant::now();
     while Path::new(&deepest).exists() || !left().is_empty() {
-        assert!(start.elapsed() < PATIENCE, "{:?} of the agent live on, and {deepest}", left());
+        assert!(start.elapsed() < TIMEOUT, "{:?} of the agent live on, and {deepest}", left());
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -85,6 +85,8 @@ impl DoorState {
 pub struct Found {
     /// The process that has it.
     pub process: u32,
+    /// Its user.
+    pub user: u32,
     /// The path at which it was bound; the file has been unlinked.
     pub path: PathBuf,
     link: PathBuf,
@@ -134,12 +136,25 @@ impl Found {
 /// When /proc can't be read.
 pub fn find(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Vec<Found>> {
     let own = rustix::process::geteuid().as_raw();
+    find_of(|user| user == own, wanted, number)
+}
+
+/// As [`find`], of the users that `of` accepts; root alone finds those of others.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn find_of(
+    of: impl Fn(u32) -> bool,
+    wanted: impl Fn(&str) -> bool,
+    number: Option<u32>,
+) -> io::Result<Vec<Found>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
         let Ok(entry) = entry else { continue };
         let Some(process) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
         // A process that ends meanwhile has no door.
-        if !entry.metadata().is_ok_and(|m| m.uid() == own) {
+        let Ok(user) = entry.metadata().map(|meta| meta.uid()) else { continue };
+        if !of(user) {
             continue;
         }
         let folder = entry.path().join("fd");
@@ -148,7 +163,7 @@ pub fn find(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Ve
             let Some(path) = path.to_str().and_then(|p| p.strip_suffix(UNLINKED)) else { return };
             let path = PathBuf::from(path);
             if path.file_name().and_then(|n| n.to_str()).is_some_and(&wanted) {
-                found.push(Found { process, path, link });
+                found.push(Found { process, user, path, link });
             }
         };
         match number {

@@ -296,7 +296,7 @@ impl Connection {
             if let Ok(mut input) = self.input.try_lock() {
                 self.drain(&mut input).map_err(|e| self.lose(&e))?;
                 if done() {
-                    // Someone sleeps on the doorbell: from now on it must ring again.
+                    // A thread sleeps on the doorbell: from now on it must ring again.
                     if self.owned.load(Ordering::SeqCst) {
                         self.rearm(&mut input)?;
                     }

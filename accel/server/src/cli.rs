@@ -173,7 +173,7 @@ impl Serve {
     }
 }
 
-/// What a file says of a VM that is served through a zone's device.
+/// The entry of a file for a VM that is served through a zone's device.
 fn guest(file: &Path) -> anyhow::Result<vm::Guest> {
     let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
     serde_json::from_str(&text).with_context(|| file.display().to_string())

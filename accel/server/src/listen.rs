@@ -19,7 +19,7 @@ const AGAIN: Duration = Duration::from_secs(5);
 /// … and has gone when it has not answered so often.
 const UNANSWERED: u32 = 3;
 
-/// Whose connection it is, as far as the kernel knows.
+/// The user and process at the other end of a connection, as far as the kernel knows them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// A user of this machine, by number.
@@ -59,7 +59,7 @@ impl Listener {
     /// Listens at `unix:/path` or `tcp:host:port`.
     ///
     /// # Errors
-    /// Names the address: somebody listens there, or it can't be had.
+    /// Another process listens there, or it can't be had. Names the address.
     pub fn bind(address: &str) -> anyhow::Result<Listener> {
         match address.split_once(':') {
             Some(("unix", path)) => {
@@ -69,7 +69,7 @@ impl Listener {
                 if let Some(folder) = Path::new(path).parent() {
                     std::fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
                 }
-                // Whoever sees the socket can connect: it gets its name when it listens.
+                // The socket gets its name when it listens: from then on other processes can connect.
                 let unnamed = format!("{path}.{}", std::process::id());
                 let listener = UnixListener::bind(&unnamed).with_context(|| unnamed.clone())?;
                 std::fs::set_permissions(&unnamed, std::fs::Permissions::from_mode(0o660))

@@ -33,7 +33,7 @@ pub struct Config {
     pub of_vms: Limits,
     /// Its standard input is a socket of a process that looks after it.
     pub overseen: bool,
-    /// Nobody else writes to its log.
+    /// No other process writes to its log.
     pub own_log: bool,
     /// Clients' kernels may do all that this process's user may.
     pub unconfined: bool,
@@ -49,7 +49,7 @@ pub struct Config {
     pub metrics: Option<tombolo_metrics::Place>,
 }
 
-/// How long nobody is taken after a connection was lost, unless a tenant leaves.
+/// The time without new tenants after a connection was lost, unless a tenant leaves.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// As many descriptors as this process may have: each worker takes some.

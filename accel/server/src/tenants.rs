@@ -19,7 +19,7 @@ pub use tombolo_control::accel::Tenant as Status;
 pub struct Tenant {
     /// Where it came from.
     pub origin: Origin,
-    /// What it may use.
+    /// The tenant's limits.
     pub limits: Limits,
     /// The figures of its worker.
     pub figures: Figures,
@@ -36,7 +36,7 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// Whose time is counted together with whose: that of a VM's processes.
+    /// The processes whose time is counted together: those of a VM.
     fn group(&self, pid: u32) -> String {
         if self.origin.is_vm() { self.origin.via.clone() } else { pid.to_string() }
     }
@@ -110,7 +110,7 @@ impl Pause {
 #[derive(Default)]
 struct Inner {
     by_pid: BTreeMap<u32, Tenant>,
-    /// What processes of VMs had used when they ended, by VM: who begins anew again and again owes what it owed.
+    /// The use of processes that have ended, by VM: a client that begins anew again and again still owes it.
     ended: BTreeMap<String, Used>,
     /// VMs that are attached: their processes may come at any time.
     vms: usize,

@@ -60,8 +60,8 @@ enum Message {
     Ended(u32),
 }
 
-/// What a VM's thread is told by others. However often the VM rings before its thread looks, that is one message: the VM decides how often it
-/// rings, and the thread may be busy starting a worker.
+/// Messages to a VM's thread. All rings of the VM before its thread looks are one message: the VM decides how often it rings, and the thread
+/// may be busy starting a worker.
 #[derive(Clone)]
 struct Messages {
     sender: Sender<Message>,
@@ -82,13 +82,13 @@ impl Messages {
         }
     }
 
-    /// What is rung from here on is told again.
+    /// Rings from here on are reported again.
     fn looks(&self) {
         self.rung.store(false, Ordering::SeqCst);
     }
 
     fn send(&self, message: Message) {
-        // Nobody listens when the server ends.
+        // The receiver is gone when the server ends.
         let _ended = self.sender.send(message);
     }
 }

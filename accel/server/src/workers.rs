@@ -26,7 +26,7 @@ use tombolo_calls::say;
 pub struct Origin {
     /// The address that it came by, or `vm:` and the VM's name.
     pub via: String,
-    /// Who it is, of those that came by an address.
+    /// The number of the client, among those of an address.
     pub peer: Option<Peer>,
 }
 

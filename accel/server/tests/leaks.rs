@@ -16,16 +16,16 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::send;
 
 /// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Bytes that a server may have more for as many clients as came before: its allocator's fragments. A page for each client would be more.
 const FRAGMENTS: u64 = 256 << 10;
 
-/// What a server has, beside its memory.
+/// The resources of a server, beside its memory.
 #[derive(Debug, PartialEq, Eq)]
 struct Has {
     descriptors: usize,
     threads: usize,
-    /// Children, those that nobody has waited for among them.
+    /// Children, zombies among them.
     children: usize,
     groups: usize,
     /// The entries of the server's folder for temporary files.
@@ -118,13 +118,13 @@ fn clients(server: &Server, count: usize) {
         // One at a time, so that the server's memory is that of one.
         let begun = Instant::now();
         while !children(server.child.id()).is_empty() {
-            assert!(begun.elapsed() < PATIENCE, "the worker of client {n} lives on");
+            assert!(begun.elapsed() < TIMEOUT, "the worker of client {n} lives on");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
     let begun = Instant::now();
     while !server.ls()[0].tenants.is_empty() {
-        assert!(begun.elapsed() < PATIENCE, "clients that left are still served");
+        assert!(begun.elapsed() < TIMEOUT, "clients that left are still served");
     }
 }
 
@@ -135,7 +135,7 @@ fn clients_that_come_and_go_however_leave_no_memory_descriptor_thread_group_or_f
     std::fs::create_dir(&scratch).expect("a folder");
     let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
     command.env_remove("OCL_ICD_VENDORS").env("TMPDIR", &scratch);
-    // Nobody reads its log meanwhile: it leaves out what nobody takes.
+    // Its log is not read meanwhile: it leaves out the lines that have no room.
     let server = Server::run(command, "leaks", &[]);
     let pid = server.child.id();
     clients(&server, count / 2);

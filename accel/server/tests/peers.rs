@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who connects to a server, and means no good: peers that take places and don't use them, and say nothing.
+//! Hostile peers of a server: they take places and don't use them, and send nothing.
 
 mod rig;
 
@@ -15,12 +15,12 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, Link, stream};
 
 /// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, bail};
 use tombolo_lab::client::{Output, Session};
 use tombolo_lab::config::{Config, Iommu};
-use tombolo_lab::instance::{BOOT_PATIENCE, Lab};
+use tombolo_lab::instance::{BOOT_TIMEOUT, Lab};
 use tombolo_lab::protocol::Start;
 use tombolo_record::{Machine, Results, Sample};
 use tombolo_start::layout::{Layout, MIB};
@@ -226,7 +226,7 @@ pub fn in_lab(lab: &Lab, program: &Path, arguments: &[String]) -> Result<Output>
         vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())];
     let cache = tombolo_lab::cache::folder()?;
     env.push(("TOMBOLO_CACHE".into(), cache.to_str().context("the cache's path is not UTF-8")?.into()));
-    let mut session = Session::open(lab.folder(), BOOT_PATIENCE)?;
+    let mut session = Session::open(lab.folder(), BOOT_TIMEOUT)?;
     let mut output = Output { code: 0, stdout: Vec::new(), stderr: Vec::new() };
     let start = Start { argv, env, cwd: "/".into(), tty: None };
     output.code = session.run(start, None, &mut Sink(&mut output))?;

@@ -27,7 +27,7 @@ use tombolo_start::monitor::{Monitor, Socket};
 use tombolo_start::timeline::{Event, Mark, now};
 
 /// Longest time for anything a guest does.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 /// The id of the growing memory.
 pub const MEMORY: &str = "vmem0";
 
@@ -218,7 +218,7 @@ impl Guest {
 
     /// Waits for a console line that contains `text`; returns it and its time.
     pub fn await_line(&mut self, text: &str) -> Result<(f64, String)> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left) {
@@ -268,11 +268,11 @@ impl Drop for Guest {
 }
 
 fn connect(child: &mut Child, socket: &Path) -> Result<Socket> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     // The socket is there a moment before QEMU listens on it.
     loop {
         if let Ok(stream) = UnixStream::connect(socket) {
-            return Ok(Socket::over(stream, PATIENCE)?);
+            return Ok(Socket::over(stream, TIMEOUT)?);
         }
         if let Some(status) = child.try_wait()? {
             bail!("it ended at once ({status})");

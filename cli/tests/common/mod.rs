@@ -44,7 +44,7 @@ impl Lab {
     }
 
     pub fn ps(&self) -> serde_json::Value {
-        serde_json::from_str(&self.good(&["ps", "--json"])).unwrap()
+        serde_json::from_str(&self.good(&["ps", "--json", "--wait", "300"])).unwrap()
     }
 
     /// Processes that belong to this lab: the supervisor and the QEMUs name its folder or inherit its environment.

@@ -7,6 +7,8 @@ use std::sync::{Arc, mpsc};
 use rustix::io::Errno;
 use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Attr, Create, FileLock, Filesystem, Handle, Mkfs, ROOT};
+use tombolo_files::fuse::abi::Cursor;
+use tombolo_files::fuse::locks::{Locks, Request};
 use tombolo_files::{fsck, sys};
 
 const REG: u32 = libc::S_IFREG | 0o644;
@@ -67,6 +69,14 @@ impl Zone {
         let data_start = self.area.word(core::mem::offset_of!(sys::tfs_super, data_start) as u64);
         let table = AREA_AT + data_start.expect("a super block") * 4096;
         self.word(table + ino.ino * 256 + core::mem::offset_of!(sys::tfs_inode, lock) as u64)
+    }
+
+    /// The word of the lock of a file's lock table: the words after 'entries'.
+    fn table_lock_of(&self, ino: Handle) -> &AtomicU64 {
+        let before =
+            core::mem::offset_of!(sys::tfs_inode, lock) - core::mem::offset_of!(sys::tfs_inode, entries);
+        // SAFETY: a word of the same inode, in the mapping.
+        unsafe { AtomicU64::from_ptr(self.lock_of(ino).as_ptr().wrapping_byte_sub(before)) }
     }
 
     /// No damage was counted; the caller has closed the file system.
@@ -398,11 +408,8 @@ fn an_append_waits_for_no_lock_of_a_range() {
     let (locker, writer) = (zone.open(0), zone.open(1));
     let ino = file(&locker, "f");
     locker.set_lock(ino, &range(1, sys::TFS_LK_WRITE)).expect("a lock");
-    // A member is suspended with the lock of the lock table; a file has it in the words after 'entries'.
-    let before = core::mem::offset_of!(sys::tfs_inode, lock) - core::mem::offset_of!(sys::tfs_inode, entries);
-    let table = zone.lock_of(ino).as_ptr().wrapping_byte_sub(before);
-    // SAFETY: a word of the same inode, in the mapping.
-    let table = unsafe { AtomicU64::from_ptr(table) };
+    // A member is suspended with the lock of the lock table.
+    let table = zone.table_lock_of(ino);
     table.store(held_by(0), SeqCst);
     assert_eq!(writer.append(ino, b"x", false), Ok((1, 0)));
     chmod(&writer, ino).expect("chmod");
@@ -416,5 +423,53 @@ fn an_append_waits_for_no_lock_of_a_range() {
         assert_eq!(waiter.join().expect("no panic").map(|found| found.type_), Ok(sys::TFS_LK_UNLOCK));
     });
     drop((locker, writer));
+    zone.assert_undamaged();
+}
+
+/// A mount's request for a whole file's lock (`fuse_lk_in`).
+fn request(owner: u64, type_: i32) -> Request {
+    let mut body = Vec::new();
+    for word in [owner, owner, 0, i64::MAX as u64] {
+        body.extend_from_slice(&word.to_ne_bytes());
+    }
+    for word in [type_ as u32, 1, 0] {
+        body.extend_from_slice(&word.to_ne_bytes());
+    }
+    Request::parse(Cursor(&body)).expect("a request")
+}
+
+#[test]
+fn a_lock_of_a_mount_that_waits_for_a_suspended_member_holds_up_no_lock_of_another_file() {
+    let zone = Zone::new();
+    let (suspended, mounted) = (zone.open(0), zone.open(1));
+    let (held, free) = (file(&mounted, "held"), file(&mounted, "free"));
+    let locks = Locks::default();
+    let answers = Arc::new(tempfile::tempfile().expect("a file"));
+    locks.set(&mounted, held, &request(1, libc::F_WRLCK)).expect("a lock");
+    assert!(locks.set_or_wait(&mounted, (&answers, 7), held, &request(2, libc::F_WRLCK)).is_none());
+    let table = zone.table_lock_of(held);
+    table.store(held_by(0), SeqCst);
+    let (done, answered) = std::thread::scope(|scope| {
+        scope.spawn(|| locks.serve(&mounted));
+        // SAFETY: the lock's second word.
+        let waits = unsafe { AtomicU64::from_ptr(table.as_ptr().wrapping_add(1)) };
+        wait_until(|| waits.load(SeqCst) != 0);
+        let set = scope.spawn(|| {
+            locks.set(&mounted, free, &request(1, libc::F_WRLCK))?;
+            locks.set(&mounted, free, &request(1, libc::F_UNLCK))
+        });
+        wait_until(|| set.is_finished());
+        let done = set.is_finished();
+        table.store(0, SeqCst);
+        set.join().expect("no panic").expect("a lock");
+        locks.set(&mounted, held, &request(1, libc::F_UNLCK)).expect("given back");
+        let length = || answers.metadata().map_or(0, |file| file.len());
+        wait_until(|| length() > 0);
+        locks.stop();
+        (done, length() > 0)
+    });
+    assert!(done, "it waits with the other one");
+    assert!(answered, "the waiter is not answered once the lock is free");
+    drop((suspended, mounted));
     zone.assert_undamaged();
 }

@@ -916,6 +916,20 @@ static int locked(char **a)
 	return 0;
 }
 
+/* release FILE GO: takes flock, and releases it when GO is there. */
+static int release(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT, 0600);
+	struct stat st;
+
+	CHECK(fd >= 0 && !flock(fd, LOCK_EX));
+	printf("held\n");
+	fflush(stdout);
+	while (stat(a[1], &st))
+		usleep(1000);
+	return flock(fd, LOCK_UN) ? 1 : 0;
+}
+
 /* free FILE: fails if a flock is on it */
 static int is_free(char **a)
 {
@@ -1020,7 +1034,7 @@ static const struct {
 	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"touched", touched, 2},
 	{"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
-	{"locked", locked, 2}, {"free", is_free, 1}, {"meta", meta, 2}, {"io", io, 2},
+	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2},
 };
 
 int main(int argc, char **argv)

@@ -74,7 +74,7 @@ def pages_of_closed_files_in_pipes_hold_up_nobody_and_are_no_other_files_blocks(
     a.ok("rm -f /tmp/stop; claims spliced /mnt /tmp/stop > /tmp/spliced 2>&1 & until test -s /tmp/spliced; do :; done; cat /tmp/spliced")
     for _ in range(2):
         a.ok("dd if=/dev/zero of=/mnt/fill bs=1M count=230 2>/dev/null; rm /mnt/fill; claims touched /mnt 200; echo 2 > /proc/sys/vm/drop_caches")
-        # A mount that nobody uses can go, and come again, while a pipe has its pages.
+        # An unused mount can go, and come again, while a pipe has its pages.
         a.ok("umount /mnt; mount -t tombolo test /mnt; test $(ls /mnt | wc -l) = 4")
     rc, out = a.run("timeout -s KILL 1 truncate -s 0 /mnt/s0")
     need(rc == 137, "a truncation did not wait, or not for its end: %d %s" % (rc, out))
@@ -86,12 +86,23 @@ def pages_of_closed_files_in_pipes_hold_up_nobody_and_are_no_other_files_blocks(
     comes_to(a, "df /mnt | tail -1", before)
 
 
-def removed_but_open(m):
-    """Where the locks of inodes without a name lie, of those that mkfs makes room for, in the zone mapped as m (tfs_format.h)."""
+def inode_table(m):
+    """Where the inodes that mkfs makes room for begin in the zone mapped as m (tfs_format.h)."""
     areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
     area = next(offset for kind, _, offset, _ in areas if kind == 1)
-    table = area + struct.unpack_from("<Q", m, area + 88)[0] * 4096
-    inodes = (table + 256 * i for i in range(2, 256))
+    return area + struct.unpack_from("<Q", m, area + 88)[0] * 4096
+
+
+def held_by_member_1(m):
+    """The word of a lock that the second guest holds."""
+    state = struct.unpack_from("<Q", m, 4096 + 256)[0]
+    need(state & 0xff == 2, "member 1 is not there: %#x" % state)
+    return state >> 32 << 32 | 0x100 | 2
+
+
+def removed_but_open(m):
+    """Where the locks of inodes without a name lie, of those that mkfs makes room for."""
+    inodes = (inode_table(m) + 256 * i for i in range(2, 256))
     return [at + 192 for at in inodes if m[at] == 2 and not struct.unpack_from("<Q", m, at + 24)[0]]
 
 
@@ -102,10 +113,8 @@ def a_late_close_that_waits_for_another_members_lock_holds_up_no_open_of_another
         locks = removed_but_open(m)
         need(len(locks) == 4, "%d files are removed and in use" % len(locks))
         # The other guest has the locks that the last close of each of them needs.
-        state = struct.unpack_from("<Q", m, 4096 + 256)[0]
-        need(state & 0xff == 2, "member 1 is not there: %#x" % state)
         for lock in locks:
-            struct.pack_into("<Q", m, lock, state >> 32 << 32 | 0x100 | 2)
+            struct.pack_into("<Q", m, lock, held_by_member_1(m))
         try:
             a.ok("touch /tmp/stop; until test $(wc -l < /tmp/spliced) = 2; do :; done; grep -q shown /tmp/spliced")
             end = time.monotonic() + TIMEOUT
@@ -119,6 +128,25 @@ def a_late_close_that_waits_for_another_members_lock_holds_up_no_open_of_another
         while removed_but_open(m):
             need(time.monotonic() < end, "a removed file is still there")
     a.ok("rm /mnt/s* /mnt/other /mnt/new")
+
+
+@claim(2)
+def a_lock_whose_release_was_killed_while_it_waited_for_a_suspended_member_is_released_later(a, b):
+    a.ok("rm -f /tmp/go; claims release /mnt/f /tmp/go > /tmp/held & echo $! > /tmp/pid; until test -s /tmp/held; do :; done")
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        # The other guest has the lock of the file's lock table (tfs_inode.entries).
+        table = inode_table(m) + 256 * int(a.ok("stat -c %i /mnt/f")) + 112
+        struct.pack_into("<Q", m, table, held_by_member_1(m))
+        try:
+            a.ok("touch /tmp/go")
+            end = time.monotonic() + TIMEOUT
+            while not struct.unpack_from("<Q", m, table + 8)[0]:
+                need(time.monotonic() < end, "no release waits")
+            a.ok("p=$(cat /tmp/pid); kill -9 $p; while grep -q '^State:.[RSD]' /proc/$p/status; do sleep 1; done")
+        finally:
+            struct.pack_into("<Q", m, table, 0)
+    comes_to(b, "claims free /mnt/f > /dev/null 2>&1 && echo free || echo held", "free")
+    a.ok("claims free /mnt/f; rm /mnt/f")
 
 
 @claim(1)
@@ -570,7 +598,7 @@ def a_guest_without_the_module_mounts_the_zone_by_fuse_from_an_ivshmem_device(a)
         a.ok("claims appended /mnt/log 2 200")
         b.ok("claims locked /mnt/l 0 > /tmp/held & until test -s /tmp/held; do :; done; echo there > /mnt/x")
         a.ok("test $(cat /mnt/x) = there")
-        # What the mount's process held goes with it, though its VM lives; and the VM can mount again.
+        # The locks of the mount's process end with it, though its VM lives; and the VM can mount again.
         a.start("claims locked /mnt/l 60000")
         b.ok("kill -9 $(sed 's/.*\"pid\":\([0-9]*\).*/\\1/' /tmp/mount) && umount -l /mnt && killall claims")
         rc, out = a.finish()

@@ -14,11 +14,15 @@ use crate::forwarding::forward::{Forwarder, Sender};
 use crate::forwarding::switch::Switch;
 use crate::frames::frame::{Mac, NetHeader};
 use crate::frames::offload::Layers;
+use crate::policy::limit::Rate;
 use crate::ports::port::Port;
 use crate::vring::ring::Segment;
 
 /// Bytes of the shortest Ethernet frame, without its checksum.
 const SHORTEST: usize = 60;
+/// The announcements of a port that are sent, in a second; a VMM sends a few after a migration. Its front-end's thread sends them,
+/// not a worker that has other ports to serve.
+const RATE: Rate = Rate { bytes: 0, packets: 20 };
 /// Time between two tries of a receiver's lock.
 const PAUSE: Duration = Duration::from_micros(50);
 
@@ -34,7 +38,7 @@ fn request(mac: Mac) -> [u8; SHORTEST] {
     frame
 }
 
-/// Sends an announcement of `mac` from `port` to all ports that may receive it.
+/// Sends an announcement of `mac` from `port` to all ports that may receive it, unless it has sent too many.
 ///
 /// # Errors
 /// The MAC is not one of the port's, or the port has been removed.
@@ -44,6 +48,9 @@ pub fn announce(switch: &Switch, port: &Arc<Port>, mac: Mac) -> Result<(), Strin
     let src = at.ok_or("the port was removed")?;
     if !view.ports()[src].policy.macs.contains(&mac) {
         return Err(format!("announcement of {mac}, which is not the port's"));
+    }
+    if !port.announcements.admit(&RATE, SHORTEST as u64, switch.now()) {
+        return Ok(());
     }
     let frame = request(mac);
     let rest = [Segment { ptr: frame.as_ptr().cast_mut(), len: SHORTEST as u32 }];

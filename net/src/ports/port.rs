@@ -32,6 +32,8 @@ pub struct Port {
     pub limiter: Limiter,
     /// The use of the port's receiving rates.
     pub receive_limiter: Limiter,
+    /// The announcements that its front-end has had sent.
+    pub announcements: Limiter,
     /// Addresses that it has learned beyond its own.
     pub learned: Learned,
     /// Of an uplink: the addresses behind it.
@@ -57,6 +59,7 @@ impl Port {
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
             limiter: Limiter::default(),
             receive_limiter: Limiter::default(),
+            announcements: Limiter::default(),
             learned: Learned::default(),
             outside: OnceLock::new(),
             groups: Groups::default(),

@@ -197,22 +197,22 @@ impl State {
     #[cold]
     fn publish_slow(&mut self, counters: &Counters) {
         let Some(ring) = &mut self.ring else { return };
-        let base = ring.base();
-        if base == self.base {
+        let (old, new) = (ring.published(), ring.base());
+        if old == new {
             return;
         }
         if let Some(inflight) = &self.inflight {
-            inflight.begin((self.base >> 16) as u16, (base >> 16) as u16);
+            inflight.begin((old >> 16) as u16, (new >> 16) as u16);
         }
         ring.publish();
         if let Some(inflight) = &self.inflight {
-            inflight.end((base >> 16) as u16);
+            inflight.end((new >> 16) as u16);
         }
         if let (Some(log), Some(at)) = (&self.log, self.log_used) {
             let mem = self.translator.memory();
             let used = mem.at_user(self.address.used, 1).map_or(0, |p| p as usize);
             let packed = self.negotiated.packed;
-            ring.written_since(self.base, |ptr, len| {
+            ring.written_since(old, |ptr, len| {
                 // For a split ring the front-end gives the used area's log address; a packed ring is all in memory.
                 let gpa = if packed {
                     mem.gpa_of(ptr)
@@ -224,7 +224,6 @@ impl State {
                 }
             });
         }
-        self.base = base;
         if ring.should_signal() {
             self.signal(counters);
         }

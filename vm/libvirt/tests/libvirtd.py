@@ -7,7 +7,7 @@ Debian's user libvirt-qemu, which these namespaces have. Prints a line per claim
 """
 import argparse, os, shutil, signal, socket, subprocess, sys, tempfile, time
 
-PATIENCE = 300
+TIMEOUT = 300
 HERE = os.path.dirname(os.path.abspath(__file__))
 DOMAIN = """<domain type='qemu'>
   <name>{name}</name>
@@ -50,7 +50,7 @@ def run(*words, good=True):
 
 
 def until(what, done):
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not done():
         need(time.monotonic() < end, what)
         time.sleep(0.05)
@@ -63,7 +63,7 @@ class Shell:
         self.socket = socket.socket(socket.AF_UNIX)
         until("no serial line %s" % path, lambda: os.path.exists(path))
         self.socket.connect(path)
-        self.socket.settimeout(PATIENCE)
+        self.socket.settimeout(TIMEOUT)
         self.text = ""
         self.commands = 0
         self.wait_for("tombolo-guest ready")

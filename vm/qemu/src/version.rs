@@ -1,13 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The QEMU program and its version.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
 /// The oldest QEMU that is supported, as (major, minor).
 pub const OLDEST: (u32, u32) = (7, 2);
+
+/// Time for a program to say its version.
+const LIMIT: Duration = Duration::from_secs(20);
+/// How often it is looked whether it has.
+const LOOK: Duration = Duration::from_millis(5);
+/// The most bytes of it that are read.
+const SAID: usize = 1024;
 
 /// A QEMU program that has been asked for its version.
 #[derive(Clone, Debug)]
@@ -28,11 +37,32 @@ impl Qemu {
             .map(Path::to_owned)
             .or_else(|| std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from))
             .unwrap_or_else(|| "qemu-system-x86_64".into());
-        let output =
-            Command::new(&program).arg("--version").stdin(Stdio::null()).output().with_context(|| {
-                format!("{} can't be run; install the package qemu-system-x86", program.display())
-            })?;
-        let text = String::from_utf8_lossy(&output.stdout);
+        Qemu::ask(program, LIMIT)
+    }
+
+    fn ask(program: PathBuf, limit: Duration) -> anyhow::Result<Qemu> {
+        let mut command = Command::new(&program);
+        let command = command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut asked = command.stderr(Stdio::null()).spawn().with_context(|| {
+            format!("{} can't be run; install the package qemu-system-x86", program.display())
+        })?;
+        let begun = Instant::now();
+        while asked.try_wait()?.is_none() {
+            if begun.elapsed() >= limit {
+                asked.kill()?;
+                asked.wait()?;
+                anyhow::bail!("{} --version does not end; name another program", program.display());
+            }
+            std::thread::sleep(LOOK);
+        }
+        let mut text = Vec::new();
+        // It fits into a pipe; what the program has left behind may keep the pipe open.
+        if let Some(mut said) = asked.stdout.take() {
+            text.resize(SAID, 0);
+            let n = said.read(&mut text)?;
+            text.truncate(n);
+        }
+        let text = String::from_utf8_lossy(&text);
         let version = parse(&text).with_context(|| {
             let said = text.lines().next().unwrap_or_default();
             format!(
@@ -79,5 +109,16 @@ mod tests {
         assert_eq!(parse("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)"), Some((10, 0, 2)));
         assert_eq!(parse("QEMU emulator version 9.1"), Some((9, 1, 0)));
         assert_eq!(parse("something else"), None);
+    }
+
+    #[test]
+    fn a_program_that_does_not_end_is_given_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("hangs");
+        // Another process writes it: a child that is being started could hold it open for writing.
+        let write = "printf '#!/bin/sh\\nexec sleep 1000\\n' >\"$0\" && chmod +x \"$0\"";
+        assert!(Command::new("sh").args(["-c", write]).arg(&program).status().unwrap().success());
+        let e = Qemu::ask(program, Duration::from_millis(50)).unwrap_err().to_string();
+        assert!(e.ends_with("hangs --version does not end; name another program"), "{e}");
     }
 }

@@ -76,6 +76,17 @@ impl File {
     }
 }
 
+fn parse_variable(text: &str) -> Result<String, String> {
+    let name = text.split_once('=').map_or("", |(name, _)| name);
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if name.is_empty() || name.starts_with(|c: char| c.is_ascii_digit()) || !name.chars().all(plain) {
+        return Err(format!(
+            "'{text}' sets no variable; write NAME=VALUE, with letters, digits and '_' in the name"
+        ));
+    }
+    Ok(text.to_owned())
+}
+
 /// Commands for VMs.
 #[derive(Subcommand, Debug)]
 pub enum Command {
@@ -116,6 +127,9 @@ pub enum Command {
         /// All projects of this user
         #[arg(short, long)]
         all: bool,
+        /// How long a supervisor that is busy is waited for [default: less than 1]
+        #[arg(long, value_name = "SECONDS")]
+        wait: Option<u64>,
     },
     /// Run a command in a VM; its exit code is this command's
     Exec {
@@ -129,7 +143,7 @@ pub enum Command {
         #[arg(short, long)]
         tty: bool,
         /// Set a variable
-        #[arg(short, long, value_name = "NAME=VALUE")]
+        #[arg(short, long, value_name = "NAME=VALUE", value_parser = parse_variable)]
         env: Vec<String>,
         /// Run it in this folder of the guest
         #[arg(short = 'C', long, value_name = "PATH")]
@@ -208,7 +222,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Clean(options) => clean::run(&options, json),
         Command::Events(options) => events::run(&options, json),
         Command::Down { file, vms } => down(&file.identify()?, vms, json),
-        Command::Ps { file, all } => ps::ps(&file, all, json),
+        Command::Ps { file, all, wait } => ps::ps(&file, all, wait, json),
         Command::Exec { file, interactive, tty, env, dir, vm, command } => {
             let terminal = tty.then(terminal::here);
             let request = Request::Exec { vm, argv: command, env, dir, input: interactive, terminal };

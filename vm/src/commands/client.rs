@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{IsTerminal, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -22,6 +23,7 @@ use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request, Stage, Status};
 use crate::project::peer::{self, Peer};
 use crate::project::session;
+use crate::project::silent;
 use crate::project::state::StateDir;
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
@@ -108,6 +110,10 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
 /// When there is none.
 pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
     peer.set_limit(STATUS);
+    receive_status(&mut peer)
+}
+
+fn receive_status(peer: &mut Peer) -> anyhow::Result<Status> {
     match peer.receive::<Event>()? {
         Some(Event::Status(status)) => Ok(*status),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
@@ -121,6 +127,19 @@ pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
 /// When it does not answer.
 pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
     peer::ask_found(found, &Request::Ps)?.map(status).transpose()
+}
+
+/// As [`status_of`], for `ps`: within `longest`, and what is known of a supervisor that does not answer.
+///
+/// # Errors
+/// When it does not answer.
+pub fn status_within(found: &Found, longest: Duration) -> anyhow::Result<Option<Status>> {
+    let asked = peer::ask_within(found, &Request::Ps, longest)
+        .and_then(|peer| peer.map(|mut peer| receive_status(&mut peer)).transpose());
+    asked.map_err(|e| {
+        let folder = found.path.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+        anyhow::anyhow!("{folder}: {e:#}; {}", silent::describe(found.process))
+    })
 }
 
 /// Shows what happens to the VMs: bars on a terminal, lines elsewhere, or JSON for a script.

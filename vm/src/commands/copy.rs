@@ -13,16 +13,19 @@ use anyhow::Context;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 
+use self::incoming::Incoming;
+use self::tree::tar_of;
 use super::client::living;
 use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request};
 use crate::project::peer;
 use crate::project::session;
 
+mod incoming;
+mod tree;
+
 /// Bytes sent at once.
 const CHUNK: usize = 256 << 10;
-/// The longest first line of what a guest sends, in bytes.
-const HEAD: usize = 64;
 /// Permission bits of a file, the set-id bits included.
 const MODE: u32 = 0o7777;
 /// The bits that make a program run as its owner. What a guest has made is nothing that a user of this host should run as another one.
@@ -34,6 +37,8 @@ const WORDS: usize = 16 << 10;
 /// its reader has gone: without the trap SIGPIPE would end it before it has cleaned up.
 const TAKE_FILE: &str = r#"target=$1
 [ ! -d "$target" ] || target=${target%/}/$2
+[ ! -L "$target" ] || target=$(readlink -f "$target") || exit
+[ ! -e "$target" ] || [ -f "$target" ] || { echo "$target is there and is no file" >&2; exit 1; }
 temporary=${target%/*}/.tombolo-cp-$$
 trap 'rm -f "$temporary"' EXIT
 trap 'exit 1' HUP INT TERM
@@ -146,43 +151,6 @@ fn send(project: &Project, path: &Path, vm: &str, target: &str, recursive: bool)
     run(project, vm, TAKE_FILE, &[target, &name, &mode], Some(Box::new(file)), &mut |_| Ok(()))
 }
 
-/// A tar of a folder's content, as it is made; an error of its making is one of reading it.
-fn tar_of(folder: PathBuf) -> anyhow::Result<Box<dyn Read + Send>> {
-    let (reader, writer) = UnixStream::pair()?;
-    let failed = Arc::new(Mutex::new(None));
-    let outcome = failed.clone();
-    std::thread::Builder::new().name("tar".into()).spawn(move || {
-        let mut tar = tar::Builder::new(writer);
-        tar.follow_symlinks(false);
-        let made = tar.append_dir_all(".", &folder);
-        // Before its end of the socket is closed.
-        *outcome.lock().unwrap_or_else(PoisonError::into_inner) = made.err();
-    })?;
-    Ok(Box::new(Tar { reader, failed, over: false }))
-}
-
-struct Tar {
-    reader: UnixStream,
-    failed: Arc<Mutex<Option<io::Error>>>,
-    over: bool,
-}
-
-impl Read for Tar {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if !self.over {
-            let n = self.reader.read(buffer)?;
-            if n > 0 {
-                return Ok(n);
-            }
-            self.over = true;
-        }
-        match self.failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(e) => Err(e),
-            None => Ok(0),
-        }
-    }
-}
-
 fn receive(project: &Project, vm: &str, path: &str, target: &Path, recursive: bool) -> anyhow::Result<()> {
     let name = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
     let target = if target.is_dir() {
@@ -194,120 +162,23 @@ fn receive(project: &Project, vm: &str, path: &str, target: &Path, recursive: bo
     } else {
         target.to_owned()
     };
+    let target = place_of(target)?;
     let folder = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut incoming = Incoming { folder, state: State::Head(Vec::new()) };
+    let mut incoming = Incoming::new(folder, recursive);
     let flag = if recursive { "r" } else { "" };
     run(project, vm, SEND, &[path, flag], None, &mut |bytes| incoming.take(bytes))?;
     incoming.settle(&target).with_context(|| format!("{} can't be written", target.display()))
 }
 
-/// A tar that arrives from a guest.
-struct Incoming<'a> {
-    /// The folder in which it gets its final name.
-    folder: &'a Path,
-    state: State,
-}
-
-enum State {
-    Head(Vec<u8>),
-    File {
-        file: tempfile::NamedTempFile,
-        mode: u32,
-    },
-    Tree {
-        dir: tempfile::TempDir,
-        mode: u32,
-        writer: UnixStream,
-        unpacked: std::thread::JoinHandle<io::Result<()>>,
-    },
-}
-
-impl Incoming<'_> {
-    fn take(&mut self, bytes: &[u8]) -> io::Result<()> {
-        match &mut self.state {
-            State::File { file, .. } => file.write_all(bytes),
-            State::Tree { writer, .. } => writer.write_all(bytes),
-            State::Head(head) => {
-                head.extend_from_slice(bytes);
-                let Some(end) = head.iter().position(|&b| b == b'\n') else {
-                    return if head.len() > HEAD {
-                        Err(io::Error::other("the guest sends something else"))
-                    } else {
-                        Ok(())
-                    };
-                };
-                let rest = head.split_off(end + 1);
-                let (kind, mode) =
-                    parse_head(head).ok_or_else(|| io::Error::other("the guest sends something else"))?;
-                self.state = self.begin(kind, mode)?;
-                self.take(&rest)
-            }
-        }
-    }
-
-    fn begin(&self, kind: char, mode: u32) -> io::Result<State> {
-        let mut name = tempfile::Builder::new();
-        let name = name.prefix(".tombolo-cp-");
-        if kind == 'f' {
-            return Ok(State::File { file: name.tempfile_in(self.folder)?, mode });
-        }
-        let dir = name.tempdir_in(self.folder)?;
-        let (reader, writer) = UnixStream::pair()?;
-        let into = dir.path().to_owned();
-        let unpacked = std::thread::Builder::new().name("tar".into()).spawn(move || {
-            let mut tar = tar::Archive::new(reader);
-            tar.set_preserve_permissions(true);
-            tar.set_mask(SET_ID);
-            tar.unpack(into)?;
-            // Padding follows the tar's end.
-            io::copy(&mut tar.into_inner(), &mut io::sink()).map(drop)
-        })?;
-        Ok(State::Tree { dir, mode, writer, unpacked })
-    }
-
-    /// Gives it its final name.
-    fn settle(self, target: &Path) -> anyhow::Result<()> {
-        match self.state {
-            State::Head(_) => anyhow::bail!("the guest sent nothing"),
-            State::File { file, mode } => {
-                file.as_file().set_permissions(fs::Permissions::from_mode(mode))?;
-                file.persist(target)?;
-            }
-            State::Tree { dir, mode, writer, unpacked } => {
-                drop(writer);
-                unpacked.join().map_err(|_| anyhow::anyhow!("the thread that unpacks failed"))??;
-                if target.symlink_metadata().is_ok() {
-                    return merge(dir.path(), target);
-                }
-                fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode))?;
-                fs::rename(dir.path(), target)?;
-                // It has another name now.
-                let _moved = dir.keep();
-            }
-        }
-        Ok(())
-    }
-}
-
-fn parse_head(head: &[u8]) -> Option<(char, u32)> {
-    let (kind, mode) = std::str::from_utf8(head).ok()?.trim().split_once(' ')?;
-    let kind = kind.chars().next().filter(|k| "fd".contains(*k))?;
-    Some((kind, u32::from_str_radix(mode, 8).ok()? & MODE & !SET_ID))
-}
-
-/// Moves what is in `from` into the folder `to`; files of the same name are replaced.
-fn merge(from: &Path, to: &Path) -> anyhow::Result<()> {
-    anyhow::ensure!(fs::symlink_metadata(to)?.is_dir(), "{} is there and is no folder", to.display());
-    for entry in fs::read_dir(from)? {
-        let entry = entry?;
-        let (source, target) = (entry.path(), to.join(entry.file_name()));
-        if entry.file_type()?.is_dir() && target.symlink_metadata().is_ok() {
-            merge(&source, &target)?;
-        } else {
-            fs::rename(&source, &target).with_context(|| target.display().to_string())?;
-        }
-    }
-    Ok(())
+/// Where what is to have this name is put: a link to a file stays, and what is neither file nor folder is not replaced.
+fn place_of(target: PathBuf) -> anyhow::Result<PathBuf> {
+    let Ok(meta) = fs::metadata(&target) else { return Ok(target) };
+    anyhow::ensure!(
+        meta.is_file() || meta.is_dir(),
+        "{} is there and is neither file nor folder; name another target",
+        target.display()
+    );
+    if target.is_symlink() { Ok(fs::canonicalize(&target)?) } else { Ok(target) }
 }
 
 /// Runs a script in a VM with this input; `output` gets what it says.
@@ -480,6 +351,51 @@ mod tests {
     }
 
     #[test]
+    fn links_to_files_stay_and_devices_and_pipes_are_not_replaced_on_either_side() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        let pipe = std::ffi::CString::new(path("pipe")).unwrap();
+        // SAFETY: the name is a string that ends with a zero byte.
+        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+        fs::write(path("file"), "old").unwrap();
+        std::os::unix::fs::symlink("file", path("link")).unwrap();
+        std::os::unix::fs::symlink("none", path("dangling")).unwrap();
+        let output = guest(TAKE_FILE, &[&path("link"), "link", "640"], &mut &b"new"[..]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(fs::read(path("file")).unwrap(), b"new");
+        assert_eq!(fs::read_link(path("link")).unwrap(), Path::new("file"));
+        let refused = guest(TAKE_FILE, &[&path("pipe"), "pipe", "640"], &mut io::empty());
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("pipe is there and is no file"));
+        assert_eq!(place_of(path("link").into()).unwrap(), fs::canonicalize(path("file")).unwrap());
+        assert_eq!(place_of(path("dangling").into()).unwrap(), Path::new(&path("dangling")));
+        for special in [path("pipe"), "/dev/null".to_owned()] {
+            let e = place_of(special.clone().into()).unwrap_err().to_string();
+            assert!(e.contains(&special) && e.contains("is neither file nor folder"), "{e}");
+        }
+        assert_eq!(names(dir.path()), ["dangling", "file", "link", "pipe"]);
+    }
+
+    #[test]
+    fn a_folder_that_can_not_be_unpacked_is_told_with_the_reason() {
+        let here = tempfile::tempdir().unwrap();
+        let mut incoming = Incoming::new(here.path(), true);
+        incoming.take(b"d 755\n").unwrap();
+        let e = (0..1000).find_map(|_| incoming.take(&[b'x'; 1 << 16]).err()).unwrap().to_string();
+        assert!(e.contains("can't be written in") && !e.contains("Broken pipe"), "{e}");
+        drop(incoming);
+        assert_eq!(names(here.path()), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_guest_that_sends_a_folder_where_a_file_was_asked_for_is_refused() {
+        let here = tempfile::tempdir().unwrap();
+        let mut incoming = Incoming::new(here.path(), false);
+        let e = incoming.take(b"d 755\n").unwrap_err().to_string();
+        assert!(e.contains("the guest sends something else"), "{e}");
+        assert_eq!(names(here.path()), Vec::<String>::new());
+    }
+
+    #[test]
     fn a_guest_whose_copy_is_ended_keeps_the_file_that_was_there_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("x");
@@ -530,7 +446,7 @@ mod tests {
     }
 
     fn arrive(sent: &[u8], folder: &Path, target: &Path) -> anyhow::Result<()> {
-        let mut incoming = Incoming { folder, state: State::Head(Vec::new()) };
+        let mut incoming = Incoming::new(folder, true);
         for chunk in sent.chunks(1000) {
             incoming.take(chunk)?;
         }

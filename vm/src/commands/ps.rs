@@ -3,28 +3,36 @@
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
+
+use tombolo_zone::door::Found;
 
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::compose::Size;
 use crate::project::control::{Request, Status, VmStatus};
-use crate::project::{peer, state};
+use crate::project::state;
+
+/// Time for supervisors to answer `ps`, which takes less than a second.
+const PATIENCE: Duration = Duration::from_millis(800);
 
 /// Runs `tombolo ps`.
 ///
 /// # Errors
 /// The project of `file` has no compose file, or its supervisor does not answer.
-pub(super) fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode> {
+pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyhow::Result<ExitCode> {
+    let longest = wait.map_or(PATIENCE, Duration::from_secs);
     let projects: Vec<Status>;
     let mut silent = Vec::new();
     if all {
-        (projects, silent) = all_running()?;
+        (projects, silent) = all_running(|found| client::status_within(found, longest))?;
         if json {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
     } else {
         let project = file.identify()?;
-        let found = peer::ask(&project, &Request::Ps)?.map(client::status).transpose()?;
+        let supervisor = state::supervisor(&project.file)?;
+        let found = supervisor.map(|found| client::status_within(&found, longest)).transpose()?.flatten();
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
@@ -46,13 +54,14 @@ pub(super) fn ps(file: &File, all: bool, json: bool) -> anyhow::Result<ExitCode>
 }
 
 /// All projects of this user that are up, and why others that are up did not answer.
-fn all_running() -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
+fn all_running(
+    ask: impl Fn(&Found) -> anyhow::Result<Option<Status>> + Sync,
+) -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
     let (mut projects, mut silent) = (Vec::new(), Vec::new());
     let supervisors = state::supervisors()?;
     // Those that don't answer are waited for at the same time.
     let answers: Vec<_> = std::thread::scope(|scope| {
-        let asked: Vec<_> =
-            supervisors.iter().map(|found| scope.spawn(|| client::status_of(found))).collect();
+        let asked: Vec<_> = supervisors.iter().map(|found| scope.spawn(|| ask(found))).collect();
         asked.into_iter().map(|answer| answer.join()).collect()
     });
     for answer in answers {
@@ -70,7 +79,7 @@ pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
         let project = File::at(Some(file.to_owned())).identify()?;
         return Ok(vec![client::status(client::living(&project, &Request::Ps)?)?]);
     }
-    let (projects, silent) = all_running()?;
+    let (projects, silent) = all_running(client::status_of)?;
     match silent.into_iter().next() {
         Some(error) if projects.is_empty() => Err(error),
         _ => Ok(projects),

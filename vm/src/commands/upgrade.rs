@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo upgrade`
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -43,6 +46,7 @@ pub fn run(options: Options, json: bool) -> anyhow::Result<ExitCode> {
         let peer = client::living(&options.file.identify()?, &request)?;
         return Ok(exit_code(follow(peer, json)?));
     }
+    tell_of_others()?;
     let found = state::supervisors()?;
     if found.is_empty() && !json {
         crate::say!("nothing runs");
@@ -62,6 +66,25 @@ pub fn run(options: Options, json: bool) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(code)
+}
+
+/// Names the users whose projects only they can upgrade, to root, who has installed the program for all.
+fn tell_of_others() -> anyhow::Result<()> {
+    let number = |path: &str| fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+    let own = number("/proc/self/exe")?;
+    let mut projects: BTreeMap<u32, usize> = BTreeMap::new();
+    for found in state::supervisors_of_others()? {
+        // One that has ended meanwhile needs none.
+        if number(&format!("/proc/{}/exe", found.process)).is_ok_and(|program| program != own) {
+            *projects.entry(found.user).or_default() += 1;
+        }
+    }
+    for (user, count) in projects {
+        crate::say!(
+            "user {user} has running projects under another program: {count}; only that user can upgrade them: tombolo upgrade --all"
+        );
+    }
+    Ok(())
 }
 
 fn follow(mut peer: Peer, json: bool) -> anyhow::Result<Outcome> {

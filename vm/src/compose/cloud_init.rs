@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `cloud_init =`: what cloud-init in a user's own image is given at its start.
 
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+use super::Size;
+use crate::host;
 
 /// Data for cloud-init. Each text is the path of a file, or the text itself if it has several lines or begins with '#'.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -20,6 +24,9 @@ pub struct CloudInit {
     /// The identity by which cloud-init knows the machine; default: made from the compose file's path and the VM's name.
     pub instance_id: Option<String>,
 }
+
+/// The most bytes of a file that cloud-init is given.
+const MOST: u64 = 8 << 20;
 
 /// A text that is in the compose file, or in a file of its own.
 #[derive(Debug, PartialEq, Eq)]
@@ -74,11 +81,11 @@ impl CloudInit {
         }
     }
 
-    /// The text of user-data, where there is one.
+    /// The bytes of user-data, where there is any: a text, or one that is compressed.
     ///
     /// # Errors
     /// Names the key and the file.
-    pub fn read_user_data(&self) -> anyhow::Result<Option<String>> {
+    pub fn read_user_data(&self) -> anyhow::Result<Option<Vec<u8>>> {
         self.user_data.as_deref().map(|text| read("user_data", source(text))).transpose()
     }
 
@@ -86,7 +93,7 @@ impl CloudInit {
     ///
     /// # Errors
     /// Names the key and the file.
-    pub fn read_network(&self) -> anyhow::Result<Option<String>> {
+    pub fn read_network(&self) -> anyhow::Result<Option<Vec<u8>>> {
         self.network.as_deref().map(|text| read("network", source(text))).transpose()
     }
 
@@ -98,6 +105,7 @@ impl CloudInit {
         let mut keys = Vec::new();
         for entry in &self.ssh_keys {
             let text = read("ssh_keys", key_source(entry))?;
+            let text = String::from_utf8_lossy(&text);
             let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
             let before = keys.len();
             for line in lines {
@@ -113,12 +121,21 @@ impl CloudInit {
     }
 }
 
-fn read(key: &str, source: Source<'_>) -> anyhow::Result<String> {
+fn read(key: &str, source: Source<'_>) -> anyhow::Result<Vec<u8>> {
     match source {
-        Source::Inline(text) => Ok(text.to_owned()),
-        Source::File(path) => std::fs::read_to_string(path)
+        Source::Inline(text) => Ok(text.as_bytes().to_vec()),
+        Source::File(path) => read_file(path)
             .map_err(|e| anyhow::anyhow!("cloud_init.{key}: {} can't be read: {e}", path.display())),
     }
+}
+
+fn read_file(path: &Path) -> io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    host::open(path, host::Kind::File, false)?.take(MOST + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > MOST {
+        return Err(io::Error::other(format!("it has more than {}", Size(MOST))));
+    }
+    Ok(content)
 }
 
 #[cfg(test)]
@@ -135,8 +152,8 @@ mod tests {
         )
         .unwrap();
         given.make_absolute(dir.path());
-        assert_eq!(given.read_user_data().unwrap().unwrap(), "#cloud-config\n");
-        assert_eq!(given.read_network().unwrap().unwrap(), "version: 2\n");
+        assert_eq!(given.read_user_data().unwrap().unwrap(), b"#cloud-config\n");
+        assert_eq!(given.read_network().unwrap().unwrap(), b"version: 2\n");
         assert_eq!(given.read_keys().unwrap(), ["ssh-ed25519 AAAA me@here", "ssh-rsa BBBB"]);
     }
 
@@ -150,5 +167,23 @@ mod tests {
         assert!(e.starts_with("cloud_init.user_data: ") && e.contains("none.yaml can't be read"), "{e}");
         let e = given.read_keys().unwrap_err().to_string();
         assert!(e.contains("is no public key; name the file that ends in .pub"), "{e}");
+    }
+
+    #[test]
+    fn compressed_user_data_stays_as_it_is_and_what_has_no_end_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let compressed = [0x1f, 0x8b, 8, 0, 0xff];
+        std::fs::write(dir.path().join("user.gz"), compressed).unwrap();
+        let long = std::fs::File::create(dir.path().join("long")).unwrap();
+        long.set_len(MOST + 1).unwrap();
+        let read = |text: &str| {
+            let mut given: CloudInit = toml::from_str(&format!("user_data = \"{text}\"")).unwrap();
+            given.make_absolute(dir.path());
+            given.read_user_data().map(Option::unwrap).map_err(|e| e.to_string())
+        };
+        assert_eq!(read("user.gz").unwrap(), compressed);
+        assert!(read("long").unwrap_err().ends_with("it has more than 8M"));
+        assert!(read("/dev/zero").unwrap_err().ends_with("it is no regular file"));
+        assert!(read(".").unwrap_err().ends_with("it is no regular file"));
     }
 }

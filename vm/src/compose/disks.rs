@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::check::Fault;
 use super::{Compose, VmSpec};
+use crate::host;
 
 /// The longest serial number that virtio has room for, in bytes.
 const SERIAL_MAX: usize = 20;
@@ -65,7 +66,8 @@ impl Format {
     #[must_use]
     pub fn of(path: &Path) -> Format {
         let mut magic = [0; 4];
-        let read = std::fs::File::open(path).and_then(|mut f| std::io::Read::read_exact(&mut f, &mut magic));
+        let opened = host::open(path, host::Kind::Disk, false);
+        let read = opened.and_then(|mut file| std::io::Read::read_exact(&mut file, &mut magic));
         if read.is_ok() && magic == *b"QFI\xfb" { Format::Qcow2 } else { Format::Raw }
     }
 }

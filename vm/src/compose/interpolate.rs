@@ -36,7 +36,10 @@ impl Variables {
                 line: None,
                 message: format!("is no env file of lines NAME=VALUE: {e}"),
             };
-            for pair in dotenvy::from_path_iter(file).map_err(failed)? {
+            let text = std::fs::read(file).map_err(|e| failed(dotenvy::Error::Io(e)))?;
+            // Editors of other systems begin a text with a mark of its encoding.
+            let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&text);
+            for pair in dotenvy::from_read_iter(text) {
                 let (name, value) = pair.map_err(failed)?;
                 values.insert(name, value);
             }
@@ -324,6 +327,17 @@ mod tests {
     }
 
     #[test]
+    fn a_file_of_another_systems_editor_means_the_same() {
+        let text = "name = \"${NAME}\"\n[vm.a]\ncpus = \"${CPUS}\"\ncmdline = \"\"\"\na ${NAME}\nb\"\"\"\nmemory = \"16M\"\n";
+        let set = [("NAME", "demo"), ("CPUS", "3")];
+        let other = format!("\u{feff}{}", text.replace('\n', "\r\n"));
+        let e = parse(&other, &set).unwrap_err();
+        assert!(e.starts_with("/somewhere/demo/tombolo.toml:7: vm.a.memory is 16M"), "{e}");
+        let project = parse(&other.replace("16M", "256M"), &set).unwrap();
+        assert_eq!((project.name.as_str(), project.compose.vm["a"].cpus), ("demo", 3));
+    }
+
+    #[test]
     fn the_environment_goes_before_env_files_and_a_named_one_before_the_one_beside_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("tombolo.toml");
@@ -335,6 +349,11 @@ mod tests {
             .unwrap();
         assert_eq!(get(&[], "MB").as_deref(), Some("256"));
         assert_ne!(get(&[], "PATH").as_deref(), Some("/nowhere"), "the environment's own");
+        std::fs::write(dir.path().join(".env"), "\u{feff}MB=512\r\nTEXT=\"two words\"\r\n").unwrap();
+        assert_eq!(
+            (get(&[], "MB").as_deref(), get(&[], "TEXT").as_deref()),
+            (Some("512"), Some("two words"))
+        );
         let named = dir.path().join("other.env");
         std::fs::write(&named, "BOTH=named\n").unwrap();
         assert_eq!(get(std::slice::from_ref(&named), "BOTH").as_deref(), Some("named"));

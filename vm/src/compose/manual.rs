@@ -126,7 +126,11 @@ const TABLES: [Table; 12] = [
             ("disk", "none", "A disk image, qcow2 or raw. The VM boots from it where no kernel is named."),
             ("snapshot", "false", "Throw away what the VM writes to its disk."),
             ("cpus", "2", "Virtual CPUs, 1 to 255."),
-            ("memory", "\"512M\"", "A multiple of 2M, at least 128M."),
+            (
+                "memory",
+                "\"512M\"",
+                "A multiple of 2M, at least 128M; for a guest of the guest kit 192M, with devices of the host 256M.",
+            ),
             (
                 "hypervisor",
                 "\"auto\"",
@@ -349,6 +353,7 @@ mod tests {
     use crate::compose::network::{NetSpec, NicSpec};
     use crate::compose::{Compose, Share, VmSpec, ZoneSpec, ZoneUse};
     use serde::de::DeserializeOwned;
+    use std::collections::BTreeSet;
 
     /// The former key of `hypervisor`, which is still read.
     const FORMER: &str = "accel";
@@ -361,6 +366,22 @@ mod tests {
         let mut keys: Vec<String> = message.split('`').skip(3).step_by(2).map(str::to_owned).collect();
         keys.sort();
         keys
+    }
+
+    #[test]
+    fn the_readmes_compose_file_is_one_and_has_all_keys() {
+        let readme = include_str!("../../README.md");
+        let (_, block) = readme.split_once("```toml\n").unwrap();
+        let (block, _) = block.split_once("\n```\n").unwrap();
+        // The parser knows each key that is set.
+        toml::from_str::<Compose>(block).unwrap();
+        let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let words: BTreeSet<&str> = block.split(|c| !is_part(c)).collect();
+        for table in &TABLES {
+            let missing: Vec<&str> =
+                table.keys.iter().map(|(name, ..)| *name).filter(|name| !words.contains(name)).collect();
+            assert!(missing.is_empty(), "{} of vm/README.md lacks {missing:?}", table.header);
+        }
     }
 
     #[test]

@@ -106,7 +106,15 @@ impl Forward {
 
     fn meets(&self, other: &Forward) -> bool {
         let same = self.protocol == other.protocol && self.host == other.host;
-        same && (self.address.is_none() || other.address.is_none() || self.address == other.address)
+        // What is for all of a family's addresses is for each of them; for all of IPv6, as the host has it, for those of IPv4, too.
+        let covers = |one: Option<IpAddr>, other: Option<IpAddr>| match (one, other) {
+            (None, _) => true,
+            (Some(one), other) => {
+                one.is_unspecified() && (one.is_ipv6() || other.is_some_and(|a| a.is_ipv4()))
+            }
+        };
+        let (one, other) = (self.address, other.address);
+        same && (one == other || covers(one, other) || covers(other, one))
     }
 
     /// Tries to bind the host's port.
@@ -257,6 +265,9 @@ mod tests {
                 "{NET}[net.two]\nuplink = \"user\"\n[vm.a]\nnetworks = [\"out\"]\nports = [\"{a}\"]\n[vm.b]\nnetworks = [\"two\"]\nports = [\"{b}\"]\n"
             ))
         };
+        for (a, b) in [("0.0.0.0:8080:80", "127.0.0.1:8080:81"), ("[::1]:8080:80", "[::]:8080:81")] {
+            assert!(two(a, b).contains("are the same port of the host"), "{a} {b}");
+        }
         let e = two("8080:80", "127.0.0.1:8080:81");
         assert!(
             e.contains(":10: vm.b.ports: 127.0.0.1:8080:81/tcp and 8080:80/tcp of vm.a are the same port"),

@@ -3,7 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::compose::VmSpec;
+use crate::compose::{Size, VmSpec};
+use crate::host;
+
+/// The least memory of a guest of the kit at its start, in bytes: the kernel lets the programs fill half of what it finds free.
+const MEMORY_MIN: u64 = 192 << 20;
+/// With devices of the host the guest also reserves 64 MiB of bounce buffers.
+const MEMORY_MIN_WITH_DEVICES: u64 = 256 << 20;
 
 /// The kernel that a VM boots.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,8 +101,28 @@ pub fn boot(name: &str, vm: &VmSpec, near: &Path) -> anyhow::Result<Option<Boot>
     }
 }
 
+/// Refuses less memory at a VM's start than the kit's kernel and its programs, which are unpacked into memory, need.
+///
+/// # Errors
+/// Names the key and the least.
+pub fn check_memory(name: &str, vm: &VmSpec, at_start: u64) -> anyhow::Result<()> {
+    let own = vm.initrd.is_some() || vm.kernel.as_ref().is_some_and(|kernel| kernel.contains('/'));
+    if own || vm.kernel.is_none() && vm.has_disk() {
+        return Ok(());
+    }
+    let least = if vm.devices.is_empty() { MEMORY_MIN } else { MEMORY_MIN_WITH_DEVICES };
+    let key = if at_start < vm.memory.0 { "boot_memory" } else { "memory" };
+    anyhow::ensure!(
+        at_start >= least,
+        "vm.{name}.{key} is {}; a guest of the guest kit needs at least {} at its start, since its programs are unpacked into memory",
+        Size(at_start),
+        Size(least)
+    );
+    Ok(())
+}
+
 fn exists(path: &Path, vm: &str, key: &str) -> anyhow::Result<()> {
-    match std::fs::File::open(path) {
+    match host::open(path, host::Kind::File, false) {
         Ok(_) => Ok(()),
         Err(e) => anyhow::bail!("vm.{vm}.{key}: {} can't be read: {e}", path.display()),
     }
@@ -131,5 +157,30 @@ mod tests {
         let vm: VmSpec = toml::from_str("kernel = \"5.99\"").unwrap();
         let e = boot("a", &vm, Path::new("/")).unwrap_err().to_string();
         assert!(e.contains("no guest kit with kernel 5.99") && e.contains("make guest"), "{e}");
+    }
+
+    #[test]
+    fn a_guest_of_the_kit_has_room_for_its_programs_and_others_are_the_users_own() {
+        let check = |spec: &str| {
+            let vm: VmSpec = toml::from_str(spec).unwrap();
+            check_memory("a", &vm, vm.boot_memory.unwrap_or(vm.memory).0).map_err(|e| e.to_string())
+        };
+        let e = check("memory = \"128M\"").unwrap_err();
+        assert!(
+            e.starts_with("vm.a.memory is 128M; a guest of the guest kit needs at least 192M at its start"),
+            "{e}"
+        );
+        let e = check("kernel = \"6.1\"\nmemory = \"1G\"\nboot_memory = \"128M\"").unwrap_err();
+        assert!(e.starts_with("vm.a.boot_memory is 128M"), "{e}");
+        assert!(
+            check("memory = \"192M\"\ndevices = [\"0000:01:00.0\"]").unwrap_err().contains("at least 256M")
+        );
+        for good in [
+            "memory = \"192M\"",
+            "memory = \"128M\"\nkernel = \"./k\"",
+            "memory = \"128M\"\ndisk = \"d.img\"",
+        ] {
+            check(good).unwrap();
+        }
     }
 }

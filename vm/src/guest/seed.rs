@@ -34,7 +34,7 @@ fn files(
     vm: &str,
     given: &CloudInit,
     nics: &[Nic],
-) -> anyhow::Result<Vec<(&'static str, String)>> {
+) -> anyhow::Result<Vec<(&'static str, Vec<u8>)>> {
     let default_id = || format!("{vm}-{:016x}", hash(format!("{}\n{vm}", project.file.display()).as_bytes()));
     let mut meta = json!({
         "instance-id": given.instance_id.clone().unwrap_or_else(default_id),
@@ -44,12 +44,12 @@ fn files(
     if !keys.is_empty() {
         meta["public-keys"] = json!(keys);
     }
-    let user_data = given.read_user_data()?.unwrap_or_else(|| "#cloud-config\n".into());
-    let mut files = vec![("meta-data", format!("{meta:#}\n")), ("user-data", user_data)];
+    let user_data = given.read_user_data()?.unwrap_or_else(|| b"#cloud-config\n".to_vec());
+    let mut files = vec![("meta-data", format!("{meta:#}\n").into_bytes()), ("user-data", user_data)];
     match given.read_network()? {
         Some(network) => files.push(("network-config", network)),
         None if nics.is_empty() => {}
-        None => files.push(("network-config", format!("{:#}\n", network(nics)))),
+        None => files.push(("network-config", format!("{:#}\n", network(nics)).into_bytes())),
     }
     Ok(files)
 }
@@ -73,14 +73,14 @@ fn network(nics: &[Nic]) -> Value {
 }
 
 /// A FAT volume with these files.
-fn volume(files: &[(&str, String)]) -> anyhow::Result<Vec<u8>> {
+fn volume(files: &[(&str, Vec<u8>)]) -> anyhow::Result<Vec<u8>> {
     let size: usize = files.iter().map(|(_, content)| content.len().next_multiple_of(4096)).sum();
     let mut image = Cursor::new(vec![0; (size + OVERHEAD).next_multiple_of(UNIT)]);
     fatfs::format_volume(&mut image, FormatVolumeOptions::new().volume_label(*b"CIDATA     "))?;
     {
         let volume = FileSystem::new(&mut image, FsOptions::new())?;
         for (name, content) in files {
-            volume.root_dir().create_file(name)?.write_all(content.as_bytes())?;
+            volume.root_dir().create_file(name)?.write_all(content)?;
         }
         volume.unmount()?;
     }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A VM's disks as QEMU has them, and the overlays that take what a guest writes to an image that is to stay as it is.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -12,6 +15,8 @@ use crate::project::state::StateDir;
 
 /// The extension of overlays in a project's folder.
 const OVERLAY: &str = "overlay";
+/// The longest name of an overlay's image, in bytes; the format has it.
+const NAME_MAX: u32 = 1023;
 
 /// A disk as QEMU has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,20 +84,38 @@ pub fn drives(dir: &StateDir, vm: &str, spec: &VmSpec) -> anyhow::Result<Vec<Dri
 
 fn overlay(dir: &StateDir, vm: &str, n: usize, disk: &DiskSpec, format: Format) -> anyhow::Result<PathBuf> {
     let path = dir.path().join(format!("{vm}.{n}.{OVERLAY}"));
-    if path.exists() {
+    // The file may name another image for this disk since.
+    if backing(&path).is_some_and(|image| image == disk.path) {
         return Ok(path);
     }
+    // One that is cut off in the middle has not the name of one that is complete.
+    let begun = dir.path().join(format!("{vm}.{n}.new.{OVERLAY}"));
     let mut command = Command::new("qemu-img");
-    command.args(["create", "-q", "-f", "qcow2", "-F", format.name(), "-b"]).arg(&disk.path).arg(&path);
+    command.args(["create", "-q", "-f", "qcow2", "-F", format.name(), "-b"]).arg(&disk.path).arg(&begun);
     let output =
         command.output().context("qemu-img, which makes overlays, can't be started; install qemu-utils")?;
-    anyhow::ensure!(
-        output.status.success(),
-        "vm.{vm}.disks: no overlay over {} can be made: {}",
-        disk.path.display(),
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
+    if !output.status.success() {
+        // It may not have begun it.
+        let _none = std::fs::remove_file(&begun);
+        anyhow::bail!(
+            "vm.{vm}.disks: no overlay over {} can be made: {}",
+            disk.path.display(),
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+    }
+    std::fs::rename(&begun, &path).with_context(|| path.display().to_string())?;
     Ok(path)
+}
+
+/// The image under an overlay: the name that stands in its header (QEMU, docs/interop/qcow2.txt).
+fn backing(overlay: &Path) -> Option<PathBuf> {
+    let file = std::fs::File::open(overlay).ok()?;
+    let (mut offset, mut length) = ([0; 8], [0; 4]);
+    file.read_exact_at(&mut offset, 8).and_then(|()| file.read_exact_at(&mut length, 16)).ok()?;
+    let length = u32::from_be_bytes(length).min(NAME_MAX);
+    let mut name = vec![0; usize::try_from(length).ok()?];
+    file.read_exact_at(&mut name, u64::from_be_bytes(offset)).ok()?;
+    Some(PathBuf::from(OsString::from_vec(name)))
 }
 
 /// Removes the overlays of a VM that has been stopped, or of all.
@@ -179,6 +202,31 @@ mod tests {
         assert!(!first.file.exists() && other.file.exists());
         discard(&dir, None);
         assert!(!other.file.exists() && image.exists());
+    }
+
+    #[test]
+    fn an_overlay_over_another_image_and_one_that_is_cut_off_are_not_taken_for_a_disks_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = StateDir::at(folder.path().to_owned());
+        let over = |image: &str| {
+            let image = folder.path().join(image);
+            let vm = spec(&format!("disks = [{{ path = \"{}\", overlay = true }}]", image.display()));
+            drives(&dir, "a", &vm).map(|mut drives| drives.remove(0).file)
+        };
+        for image in ["one.img", "two.img"] {
+            std::fs::write(folder.path().join(image), vec![0; 1 << 20]).unwrap();
+        }
+        let overlay = over("one.img").unwrap();
+        assert_eq!(backing(&overlay).unwrap(), folder.path().join("one.img"));
+        assert_eq!(over("two.img").unwrap(), overlay);
+        assert_eq!(backing(&overlay).unwrap(), folder.path().join("two.img"));
+        std::fs::write(&overlay, "QFI\u{fb}").unwrap();
+        over("one.img").unwrap();
+        assert_eq!(backing(&overlay).unwrap(), folder.path().join("one.img"));
+        assert!(over("none.img").is_err());
+        discard(&dir, Some("a"));
+        let left = std::fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(left, 2, "the images");
     }
 
     #[test]

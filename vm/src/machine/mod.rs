@@ -49,6 +49,7 @@ pub mod hotplug;
 mod launch;
 pub mod placement;
 pub mod port;
+mod stall;
 mod state;
 mod status;
 pub mod stop;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tombolo_start::progress::Progress;
 
+use super::stall::Stall;
 use super::{Machine, QUIT};
 use crate::compose::ZoneUse;
 use crate::compose::restart::STEADY;
@@ -60,6 +61,9 @@ pub(super) struct State {
     pub(super) timeline: Vec<(String, f64)>,
     /// Progress of memory that grows.
     pub(super) growth: Option<Progress>,
+    /// Why QEMU has paused it.
+    #[serde(default)]
+    pub(super) stall: Option<Stall>,
     /// The host's folders; empty until the guest has been asked about them.
     pub(super) shares: Vec<ShareStatus>,
 }
@@ -84,6 +88,7 @@ impl State {
             zones,
             timeline: Vec::new(),
             growth: None,
+            stall: None,
             shares: Vec::new(),
         }
     }
@@ -245,6 +250,9 @@ impl Machine {
 
     /// Handles an event of the monitor. The empty event is the end of its connection.
     pub(super) fn event(&self, event: &str, data: &serde_json::Value) {
+        if event == "BLOCK_IO_ERROR" {
+            return Stall::of(data).map_or((), |stall| self.stall(stall));
+        }
         let mut state = self.lock();
         match event {
             "VSERPORT_CHANGE" if data["id"] == "agent" => state.agent_open = data["open"] == true,

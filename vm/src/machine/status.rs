@@ -15,13 +15,14 @@ use crate::project::control::VmStatus;
 const SILENT: Duration = Duration::from_secs(5);
 
 impl Machine {
-    /// Says that QEMU is stopped or that the guest agent owes an answer. Asks neither.
-    fn trouble(&self) -> Option<String> {
+    /// Says that QEMU is stopped or has paused the VM, or that the guest agent owes an answer. Asks neither.
+    fn trouble(&self, state: &State) -> Option<String> {
         let agent = || {
             let silent = self.agent.silent_for().filter(|silent| *silent > SILENT)?;
             Some(format!("its guest agent has not answered for {} s", silent.as_secs()))
         };
-        child::stopped(self.pid).map(|text| format!("QEMU {text}")).or_else(agent)
+        let paused = || state.stall.as_ref().map(|stall| stall.why.clone());
+        child::stopped(self.pid).map(|text| format!("QEMU {text}")).or_else(paused).or_else(agent)
     }
 
     pub fn status(&self) -> VmStatus {
@@ -38,7 +39,7 @@ impl Machine {
             reboots: self.reboots,
             restarts: self.restarts,
             health: state.health.filter(|_| state.phase == Phase::Up),
-            trouble: self.trouble().filter(|_| state.exit.is_none()),
+            trouble: self.trouble(&state).filter(|_| state.exit.is_none()),
             timeline: state.timeline.clone(),
             shares: state.shares.clone(),
             growth: state.growth.clone(),

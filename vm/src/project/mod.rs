@@ -7,6 +7,7 @@
 //! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
 //! - [`preflight`]: what can be wrong with a start, found out before anything is started.
 //! - [`control`], [`peer`]: the requests and answers, and the connection over which they go.
+//! - [`silent`]: what is known of a project whose supervisor does not answer.
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`network`], [`accelerator`]: the switch of a network and the server of an accelerator, each a child process;
 //!   [`keeper`] keeps such a child running; [`owner`]: the server of an accelerator in a VM.
@@ -22,6 +23,7 @@ pub mod owner;
 pub mod peer;
 pub mod preflight;
 pub mod session;
+pub mod silent;
 pub mod state;
 pub mod stopped;
 pub mod supervisor;

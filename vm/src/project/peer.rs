@@ -77,9 +77,9 @@ impl Peer {
             .context("the other side is of another version; take the project down and up again")
     }
 
-    /// Limits how long each message of a supervisor is waited for.
-    pub fn set_limit(&mut self, limit: Duration) {
-        self.reader.get_mut().limit = Some(limit);
+    /// Limits how long all further messages of a supervisor are waited for.
+    pub fn set_limit(&mut self, longest: Duration) {
+        self.reader.get_mut().limit = Some(Limit { begun: Instant::now(), longest });
     }
 
     /// The socket, for another thread.
@@ -112,10 +112,33 @@ impl Peer {
 ///
 /// # Errors
 /// When the other side is gone.
-pub fn send<T: Serialize>(mut socket: &UnixStream, message: &T) -> std::io::Result<()> {
+pub fn send<T: Serialize>(socket: &UnixStream, message: &T) -> std::io::Result<()> {
+    send_while(socket, message, &mut || false)
+}
+
+/// Sends one message over `socket`, whose writes have a limit; each time that it is reached `goes_on` says whether there is another.
+///
+/// # Errors
+/// When the other side is gone, or takes nothing.
+pub fn send_while<T: Serialize>(
+    mut socket: &UnixStream,
+    message: &T,
+    goes_on: &mut dyn FnMut() -> bool,
+) -> std::io::Result<()> {
+    use std::io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
     let mut line = serde_json::to_vec(message).map_err(std::io::Error::other)?;
     line.push(b'\n');
-    socket.write_all(&line)
+    let mut left = &line[..];
+    while !left.is_empty() {
+        match socket.write(left) {
+            Ok(0) => return Err(std::io::ErrorKind::WriteZero.into()),
+            Ok(n) => left = &left[n..],
+            Err(e) if e.kind() == Interrupted => {}
+            Err(e) if matches!(e.kind(), TimedOut | WouldBlock) && goes_on() => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
 }
 
 /// A socket whose reads end when the supervisor at its other end is stopped, or says nothing within the limit.
@@ -124,7 +147,20 @@ struct Watched {
     socket: Arc<UnixStream>,
     /// None: the other end is no supervisor.
     supervisor: Option<Supervisor>,
-    limit: Option<Duration>,
+    limit: Option<Limit>,
+}
+
+/// The end of a wait for messages.
+#[derive(Clone, Copy, Debug)]
+struct Limit {
+    begun: Instant,
+    longest: Duration,
+}
+
+impl Limit {
+    fn left(&self) -> Duration {
+        self.longest.saturating_sub(self.begun.elapsed())
+    }
 }
 
 impl Read for Watched {
@@ -138,9 +174,8 @@ impl Read for Watched {
 
 impl Watched {
     fn wait(&self, pid: u32) -> std::io::Result<()> {
-        let begun = Instant::now();
         let mut stopped_since: Option<Instant> = None;
-        while !readable(&*self.socket, LOOK)? {
+        while !readable(&*self.socket, self.limit.map_or(LOOK, |limit| limit.left().min(LOOK)))? {
             stopped_since = is_stopped(pid).then(|| stopped_since.unwrap_or_else(Instant::now));
             if stopped_since.is_some_and(|since| since.elapsed() >= STOPPED) {
                 return Err(std::io::Error::new(
@@ -148,10 +183,11 @@ impl Watched {
                     format!("the supervisor (process {pid}) is stopped; to let it go on: kill -CONT {pid}"),
                 ));
             }
-            if let Some(limit) = self.limit.filter(|limit| begun.elapsed() >= *limit) {
+            if let Some(limit) = self.limit.filter(|limit| limit.left().is_zero()) {
+                let longest = limit.longest.as_secs_f64();
                 return Err(std::io::Error::new(
                     std::io::ErrorKind::TimedOut,
-                    format!("the supervisor (process {pid}) did not answer within {} s", limit.as_secs()),
+                    format!("the supervisor (process {pid}) lives and has not answered within {longest} s"),
                 ));
             }
         }
@@ -190,21 +226,36 @@ pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>>
 /// # Errors
 /// As [`ask`].
 pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer>> {
+    let mut peer = ask_within(found, request, ANSWER)?;
+    if let Some(peer) = &mut peer {
+        peer.reader.get_mut().limit = None;
+    }
+    Ok(peer)
+}
+
+/// As [`ask_found`], with the longest time that it, and the messages that follow, may take.
+///
+/// # Errors
+/// As [`ask`].
+pub fn ask_within(found: &Found, request: &Request, longest: Duration) -> anyhow::Result<Option<Peer>> {
     let Some(process) = open_process(found.process)? else { return Ok(None) };
-    ask_at(|| found.connect(Some(ANSWER)), &Supervisor { pid: found.process, process }, request)
+    let supervisor = Supervisor { pid: found.process, process };
+    ask_at(|| found.connect(Some(longest)), &supervisor, request, longest)
 }
 
 fn ask_at(
     connect: impl FnOnce() -> std::io::Result<UnixStream>,
     supervisor: &Supervisor,
     request: &Request,
+    longest: Duration,
 ) -> anyhow::Result<Option<Peer>> {
+    let limit = Limit { begun: Instant::now(), longest };
     let heard = match connect() {
-        Ok(socket) => converse(socket, supervisor.try_clone()?, request),
+        Ok(socket) => converse(socket, supervisor.try_clone()?, request, limit),
         Err(e) => Err(e.into()),
     };
     match heard {
-        Err(e) if is_gone(&e) && supervisor.ends_within(ANSWER)? => Ok(None),
+        Err(e) if is_gone(&e) && supervisor.ends_within(limit.left())? => Ok(None),
         other => other
             .map(Some)
             .with_context(|| format!("the supervisor (process {}) can't be reached", supervisor.pid)),
@@ -212,19 +263,22 @@ fn ask_at(
 }
 
 /// Asks the supervisor behind `socket`, up to and with its 'heard'.
-fn converse(socket: UnixStream, supervisor: Supervisor, request: &Request) -> anyhow::Result<Peer> {
+fn converse(
+    socket: UnixStream,
+    supervisor: Supervisor,
+    request: &Request,
+    limit: Limit,
+) -> anyhow::Result<Peer> {
     let mut peer = Peer::new(socket);
     let reader = peer.reader.get_mut();
-    (reader.supervisor, reader.limit) = (Some(supervisor), Some(ANSWER));
+    (reader.supervisor, reader.limit) = (Some(supervisor), Some(limit));
     peer.send(request)?;
     match peer.receive::<Event>()? {
-        Some(Event::Heard) => {}
+        Some(Event::Heard) => Ok(peer),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
         Some(other) => anyhow::bail!("it began with {other:?}"),
-        None => return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into()),
+        None => Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into()),
     }
-    peer.reader.get_mut().limit = None;
-    Ok(peer)
 }
 
 /// Returns whether the other side has closed the connection, or no process listens.
@@ -259,7 +313,7 @@ impl Supervisor {
     fn ends_within(&self, limit: Duration) -> std::io::Result<bool> {
         let begun = Instant::now();
         loop {
-            if readable(&self.process, LOOK)? {
+            if readable(&self.process, limit.saturating_sub(begun.elapsed()).min(LOOK))? {
                 return Ok(true);
             }
             if begun.elapsed() >= limit {
@@ -291,9 +345,13 @@ mod tests {
         }
 
         fn ask(&self) -> anyhow::Result<Option<Peer>> {
+            self.ask_within(ANSWER)
+        }
+
+        fn ask_within(&self, longest: Duration) -> anyhow::Result<Option<Peer>> {
             let process = open_process(self.process.id()).unwrap().unwrap();
             let supervisor = Supervisor { pid: self.process.id(), process };
-            ask_at(|| UnixStream::connect(self.dir.path().join("door")), &supervisor, &Request::Ps)
+            ask_at(|| UnixStream::connect(self.dir.path().join("door")), &supervisor, &Request::Ps, longest)
         }
 
         fn signal(&self, signal: rustix::process::Signal) {
@@ -350,5 +408,27 @@ mod tests {
         let error = format!("{:#}", fake.ask().unwrap_err());
         let pid = fake.process.id();
         assert!(error.contains(&format!("is stopped; to let it go on: kill -CONT {pid}")), "{error}");
+    }
+
+    #[test]
+    fn a_supervisor_that_does_not_answer_is_said_to_live_and_the_limit_holds_for_all_its_messages() {
+        let fake = Fake::new();
+        let words = format!("(process {}) lives and has not answered within 0.05 s", fake.process.id());
+        let error = format!("{:#}", fake.ask_within(Duration::from_millis(50)).unwrap_err());
+        assert!(error.contains(&words), "{error}");
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| {
+                let mut peer = fake.ask_within(Duration::from_millis(50)).unwrap().unwrap();
+                peer.receive::<Event>().map(drop).unwrap_err().to_string()
+            });
+            // The one before is in the queue, too.
+            let sockets = [fake.listener.accept().unwrap().0, fake.listener.accept().unwrap().0];
+            for socket in &sockets {
+                // Nobody reads what the first is told.
+                let _gone = send(socket, &Event::Heard);
+            }
+            let error = asking.join().unwrap();
+            assert!(error.contains(&words), "{error}");
+        });
     }
 }

@@ -42,6 +42,7 @@ pub fn examine(
         vms.push((name.clone(), spec.clone(), kit::boot(name, spec, near)?));
         host::check_files(name, spec)?;
         growth::check(name, spec)?;
+        kit::check_memory(name, spec, growth::layout(name, spec)?.boot)?;
         // A network that runs has its ports already.
         if ports::network(&project.compose, spec).is_none_or(|net| !running.networks.contains_key(net)) {
             ports::try_out(name, spec)?;

@@ -26,7 +26,8 @@ use crate::compose::Project;
 pub fn base_dir() -> anyhow::Result<PathBuf> {
     let user = rustix::process::geteuid();
     let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("tombolo"),
+        // The supervisor has another current folder.
+        Some(dir) if !dir.is_empty() => std::path::absolute(dir)?.join("tombolo"),
         _ if user.is_root() => "/run/tombolo".into(),
         _ => std::env::temp_dir().join(format!("tombolo-{}", user.as_raw())),
     };
@@ -112,6 +113,15 @@ pub fn supervisors() -> io::Result<Vec<Found>> {
     let mut all = door::find(|n| n.starts_with(DOOR), Some(DOOR_NUMBER))?;
     all.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(all)
+}
+
+/// Supervisors of other users that live; root alone finds some.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn supervisors_of_others() -> io::Result<Vec<Found>> {
+    let own = rustix::process::geteuid().as_raw();
+    door::find_of(|user| user != own, |name| name.starts_with(DOOR), Some(DOOR_NUMBER))
 }
 
 fn door_name(file: &Path) -> String {

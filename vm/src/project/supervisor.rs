@@ -5,7 +5,7 @@
 //!
 //! - `reception`: accepts connections; `requests`: carries out their requests; `lasting`: connections that last.
 //! - `turn`: one request at a time starts or stops VMs.
-//! - `plan`, `start`, `hypervisor`, `order`: what `up` does; `launch`: the start of one VM. `down`: what `down` does.
+//! - `up`, `plan`, `hypervisor`, `order`: what `up` does; `launch`: the start of one VM. `down`: what `down` does.
 //! - `again`: reboots and restart policies. `members`: memberships in zones. `owners`: VMs that own accelerators.
 //! - `status`: the answer to `ps`. `upgrade`: the next program of this process.
 
@@ -49,9 +49,9 @@ mod owners;
 mod plan;
 mod reception;
 mod requests;
-mod start;
 mod status;
 mod turn;
+mod up;
 mod upgrade;
 
 pub use upgrade::{examine, go_on};
@@ -227,6 +227,10 @@ impl Supervisor {
             }
             self.tend_accelerators();
             drop(inside);
+            let machines: Vec<_> = self.lock().machines.values().cloned().collect();
+            for machine in machines {
+                machine.tend_stall();
+            }
             std::thread::sleep(TEND);
         }
     }

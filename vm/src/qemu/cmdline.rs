@@ -21,6 +21,20 @@ const HOTPLUG_ROOM: u64 = 64 << 30;
 pub const DOORBELL_VECTORS: usize = tombolo_zone::doorbell::VECTORS;
 pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 
+/// A guest that may get memory above 4 GiB reserves 64 MiB of bounce buffers for devices that can't reach it. Only the host's devices could be such
+/// ones; 8 MiB are left for what the user's own arguments add.
+const FEW_BOUNCE_BUFFERS: &str = " swiotlb=4096";
+
+/// What the value of -name begins with; the VM's name and a comma follow.
+const NAME: &str = "guest=tombolo-";
+
+/// The VM's name in an argument of its QEMU.
+#[must_use]
+pub fn vm_of(argument: &[u8]) -> Option<&str> {
+    let (name, _) = std::str::from_utf8(argument).ok()?.strip_prefix(NAME)?.split_once(',')?;
+    Some(name)
+}
+
 /// One zone as a VM sees it.
 #[derive(Clone, Debug)]
 pub struct ZoneDevice {
@@ -77,7 +91,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
         args.push(option.into());
         args.push(value.into());
     };
-    add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
+    add("-name", format!("{NAME}{},debug-threads=on", plan.name));
     add("-machine", "q35,usb=off,vmport=off".into());
     let [accel, accel_value, cpu, cpu_value] = plan.hypervisor.arguments(plan.qemu);
     add(accel, accel_value.into());
@@ -166,6 +180,9 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
             cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
         }
         cmdline.push_str(plan.hypervisor.kernel_arguments());
+        if spec.devices.is_empty() {
+            cmdline.push_str(FEW_BOUNCE_BUFFERS);
+        }
         if let Some(more) = &spec.cmdline {
             cmdline.push(' ');
             cmdline.push_str(more);
@@ -281,7 +298,7 @@ mod tests {
             "socket,id=monitor,fd=7",
             "socket,id=console,fd=8",
             "socket,id=agent,fd=9",
-            "-kernel /k -initrd /i -append console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable",
+            "-kernel /k -initrd /i -append console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable swiotlb=4096",
             "-no-reboot",
             "pcie-root-port,id=hp3,chassis=4,slot=4",
         ] {

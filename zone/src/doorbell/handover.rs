@@ -11,7 +11,7 @@ use crate::MemberId;
 use crate::door::DoorState;
 use crate::keep::{Keep, Kept};
 
-/// What the next program needs to go on as the server.
+/// The state of the server that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ServerState {
     pub(super) hosts: DoorState,
@@ -27,7 +27,7 @@ pub(super) struct ClientState {
     pub peer: u16,
     pub member: MemberId,
     pub stream: Kept,
-    /// What it has not been sent yet.
+    /// Messages that were not sent to it yet.
     pub backlog: Vec<(i64, Option<Kept>)>,
 }
 

@@ -319,7 +319,7 @@ impl Work {
                         }
                     }
                     Command::Pause { taken, resume } => {
-                        // Whoever asked may have given up waiting.
+                        // The process that asked may wait no longer.
                         if let Ok(state) = self.hand_over() {
                             let _given_up = taken.send(state);
                         }

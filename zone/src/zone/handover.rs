@@ -13,7 +13,7 @@ use crate::liveness::{OWNER_BYTE, Own};
 use crate::mem::SharedMem;
 use crate::{Error, Result};
 
-/// What the next program needs to own the zone. The header is the owner's copy: members may have written over the one in the zone.
+/// The state of an owner that goes over to the next program. The header is the owner's copy: members may have written over the one in the zone.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ZoneState {
     memory: Kept,

@@ -42,7 +42,7 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_seccomp, // room for translated filters (net.core.bpf_jit_limit), without which no process of the host gets one
     libc::SYS_setsockopt, // the same, for sockets; and parts of TCP that are attacked more than used
     libc::SYS_fadvise64, // what it keeps of files in memory, thrown out
-    // What there is but once for each user; of a server that isn't root, all workers are one user's.
+    // Limits that the kernel counts by user. If the server isn't root, all its workers belong to one user.
     libc::SYS_sendmsg, // descriptors under way: new clients get theirs so, before this filter holds
     libc::SYS_sendmmsg, // the same
     #[cfg(target_arch = "x86_64")]

@@ -17,11 +17,11 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::process;
 
 /// Longer than anything here takes.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// A user that owns nothing.
 pub const NOBODY: u32 = 65534;
 
-/// Whose server it is.
+/// The user of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum User {
     /// The one that runs the tests.
@@ -64,7 +64,7 @@ pub fn folder() -> &'static Path {
         std::fs::create_dir(folder.join("vendors")).expect("a folder");
         std::fs::write(folder.join("vendors/tombolo.icd"), library.to_str().expect("a plain path"))
             .expect("written");
-        // The folder is in use until this process ends, and nobody else knows its name.
+        // The folder is in use until this process ends, and no other process knows its name.
         // SAFETY: the function lives as long as the program and takes nothing.
         unsafe { libc::atexit(remove_folder) };
         folder
@@ -72,7 +72,7 @@ pub fn folder() -> &'static Path {
 }
 
 extern "C" fn remove_folder() {
-    // What can't be removed lies in the system's folder for temporary files.
+    // A folder that can't be removed stays in the system's folder for temporary files.
     let _left = std::fs::remove_dir_all(folder());
 }
 
@@ -85,7 +85,7 @@ pub fn done(command: &mut Command) -> Output {
 pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -125,7 +125,7 @@ impl Server {
         command.arg("--listen").arg(format!("unix:{}", socket.display()));
         command.arg("--listen").arg(format!("tcp:{tcp}"));
         command.arg("--control").arg(&control).args(options);
-        // What a client must not be able to read.
+        // A file that a client must not be able to read.
         command.env("SECRET_OF_THE_SERVER", "it");
         prepare(&mut command);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the server starts");

@@ -248,40 +248,43 @@ impl Locks {
                 });
                 continue;
             }
-            let Queue { waiters, interrupted, .. } = &mut *waiting;
-            let mut i = 0;
-            while i < waiters.len() {
-                let waiter = &waiters[i];
-                let stopped = interrupted.iter().position(|u| *u == waiter.unique);
-                let answer = match stopped {
-                    Some(at) => {
-                        interrupted.remove(at);
-                        Err(Errno::INTR)
-                    }
-                    None => {
-                        self.try_set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock })
-                    }
-                };
-                let answer = match answer {
-                    Err(Errno::AGAIN) => match waiters[i].look_for_deadlock(fs) {
-                        Ok(()) => {
-                            i += 1;
-                            continue;
-                        }
-                        found => found,
-                    },
-                    done => done,
-                };
-                let done = waiters.swap_remove(i);
-                self.answer(fs, done, answer);
-            }
             let seen = waiting.reasons;
+            // Without the mutex: a lock may wait for a suspended member, and requests that need not wait go on meanwhile.
+            let tried = std::mem::take(&mut waiting.waiters);
+            drop(waiting);
+            let left: Vec<Waiter> =
+                tried.into_iter().filter_map(|waiter| self.try_again(fs, waiter)).collect();
+            let mut waiting = queue(self);
+            waiting.waiters.splice(0..0, left);
             let time = if self.has_bell.load(Ordering::SeqCst) { LOOK_ANYWAY } else { LOOK };
             let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);
         }
         for waiter in queue(self).waiters.drain(..) {
             self.answer(fs, waiter, Err(Errno::INTR));
         }
+    }
+
+    /// Tries to take a waiter's lock, and answers it if it has the lock or its wait has ended; else returns it.
+    fn try_again(&self, fs: &Filesystem, mut waiter: Waiter) -> Option<Waiter> {
+        let answer = if self.is_interrupted(waiter.unique) {
+            Err(Errno::INTR)
+        } else {
+            self.try_set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock })
+        };
+        let answer = match answer {
+            Err(Errno::AGAIN) => match waiter.look_for_deadlock(fs) {
+                Ok(()) => return Some(waiter),
+                found => found,
+            },
+            done => done,
+        };
+        self.answer(fs, waiter, answer);
+        None
+    }
+
+    fn is_interrupted(&self, unique: u64) -> bool {
+        let interrupted = &mut queue(self).interrupted;
+        interrupted.iter().position(|u| *u == unique).and_then(|at| interrupted.remove(at)).is_some()
     }
 
     fn answer(&self, fs: &Filesystem, waiter: Waiter, answer: Result<()>) {
@@ -291,7 +294,7 @@ impl Locks {
         let taken = answer.is_ok();
         let told = session::answer_late(&waiter.device, waiter.unique, answer);
         if taken && told.is_err() {
-            // The asking process is dead, so no one else would release the lock.
+            // The asking process is dead, so no other process would release the lock.
             let _ = fs.set_lock(waiter.ino, &FileLock { type_: sys::TFS_LK_UNLOCK, ..waiter.lock });
         }
     }

@@ -17,26 +17,26 @@ const SECOND: u64 = 1_000_000_000;
 
 impl Zone {
     /// Returns the offset of a field in the area.
-    fn inode(&self, ino: Handle, field: usize) -> u64 {
+    pub(super) fn inode(&self, ino: Handle, field: usize) -> u64 {
         let table = self.area.word(offset_of!(sys::tfs_super, data_start) as u64).expect("a super block");
         table * BLOCK + ino.ino * size_of::<sys::tfs_inode>() as u64 + field as u64
     }
 
-    fn member_area(member: u32, field: usize) -> u64 {
+    pub(super) fn member_area(member: u32, field: usize) -> u64 {
         BLOCK + u64::from(member) * size_of::<sys::tfs_member_area>() as u64 + field as u64
     }
 
-    fn store(&self, offset: u64, value: u64) {
+    pub(super) fn store(&self, offset: u64, value: u64) {
         assert!(self.area.store_word(offset, value), "{offset:#x} is in the area");
     }
 
     /// A member in its first epoch holds a lock.
-    fn hold(&self, member: u32, lock: u64) {
+    pub(super) fn hold(&self, member: u32, lock: u64) {
         self.store(lock, 1 << 32 | u64::from(sys::TFS_LOCK_HELD) | u64::from(member + 1));
     }
 
     /// The member holds the lock of an inode, and has a transaction in this slot that truncates it to nothing.
-    fn truncates(&self, member: u32, slot: usize, ino: Handle) {
+    pub(super) fn truncates(&self, member: u32, slot: usize, ino: Handle) {
         let size = self.inode(ino, offset_of!(sys::tfs_inode, size));
         let tx = |field| Zone::member_area(member, slot * size_of::<sys::tfs_tx>() + field);
         self.hold(member, self.inode(ino, offset_of!(sys::tfs_inode, lock)));
@@ -50,18 +50,18 @@ impl Zone {
     }
 
     /// The member declares that it maps the inode, holes too.
-    fn maps(&self, member: u32, ino: Handle) {
+    pub(super) fn maps(&self, member: u32, ino: Handle) {
         for field in [offset_of!(sys::tfs_inode, mappers), offset_of!(sys::tfs_inode, hole_mappers)] {
             self.store(self.inode(ino, field), 1 << member);
         }
     }
 
-    fn does<T>(&self, body: impl FnOnce() -> T) -> T {
+    pub(super) fn does<T>(&self, body: impl FnOnce() -> T) -> T {
         self.alone(body).expect("it comes to its end without damage")
     }
 
     /// All former members are dead and recovered, and fsck finds nothing.
-    fn assert_clean(&self, members: &[u32]) {
+    pub(super) fn assert_clean(&self, members: &[u32]) {
         members.iter().for_each(|member| self.declare_dead(*member));
         let last = self.open(30, false).expect("open");
         self.does(|| last.recover_all()).expect("the last recovery");
@@ -70,7 +70,7 @@ impl Zone {
     }
 }
 
-fn file(fs: &Filesystem, name: &str, bytes: &[u8]) -> Handle {
+pub(super) fn file(fs: &Filesystem, name: &str, bytes: &[u8]) -> Handle {
     let file = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(REG)).expect("create");
     assert_eq!(fs.pwrite(file, bytes, 0, false), Ok(bytes.len()));
     file

@@ -13,7 +13,9 @@ use crate::schedule;
 unsafe extern "C" {}
 
 thread_local! {
-    /// So many allocations fail from now on.
+    /// So many allocations succeed before the first of those that fail.
+    pub static MEMORY: Cell<usize> = const { Cell::new(0) };
+    /// So many allocations fail then.
     pub static NO_MEMORY: Cell<usize> = const { Cell::new(0) };
     /// The waiting threads have been killed.
     pub static KILLED: Cell<bool> = const { Cell::new(false) };
@@ -140,7 +142,9 @@ extern "C" fn recorded_memset(to: *mut c_void, byte: c_int, len: usize) -> *mut 
 
 #[unsafe(no_mangle)]
 extern "C" fn tfs_os_alloc(bytes: u64) -> *mut c_void {
-    if let Some(left) = NO_MEMORY.get().checked_sub(1) {
+    if let (Some(left), true) = (MEMORY.get().checked_sub(1), NO_MEMORY.get() > 0) {
+        MEMORY.set(left);
+    } else if let Some(left) = NO_MEMORY.get().checked_sub(1) {
         NO_MEMORY.set(left);
         return std::ptr::null_mut();
     }

@@ -7,6 +7,8 @@
 //! - [`hooks`]: what the instrumented core calls.
 //! - [`cases`]: the members' operations, and their required outcome.
 //! - [`found`]: single states in which a member is suspended, refused or has left work, and what one member does in them.
+//! - [`narrow`]: two threads that meet within a few accesses, and states after several deaths.
+//! - [`scarce`]: operations that find too few blocks or no memory.
 //!
 //! Of each case all schedules with one switch, and all with one death, are tried at every n-th access; then as many random ones, each with any number
 //! of switches and deaths. TOMBOLO_EXPLORE=SECONDS goes on with random ones for so long in each case, with other seeds each time, and with all
@@ -15,7 +17,9 @@
 mod cases;
 mod found;
 mod hooks;
+mod narrow;
 mod plan;
+mod scarce;
 mod schedule;
 
 use core::mem::offset_of;

@@ -232,6 +232,12 @@ impl Ring {
         either!(self, r => r.base())
     }
 
+    /// Returns the place up to which the driver sees chains as used, in the form of [`Ring::base`].
+    #[must_use]
+    pub fn published(&self) -> u32 {
+        either!(self, r => r.published())
+    }
+
     /// Calls `range` with the first byte and length of each range of the ring that the device has written since `from` (a
     /// former [`Ring::base`]), for the dirty log.
     pub fn written_since(&self, from: u32, range: impl FnMut(*const u8, usize)) {

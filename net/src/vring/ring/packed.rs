@@ -40,6 +40,11 @@ impl Place {
         self.index | if self.wrap { WRAP } else { 0 }
     }
 
+    /// Encodes it as available and used place of a vring base.
+    fn base(self) -> u32 {
+        u32::from(self.word()) << 16 | u32::from(self.word())
+    }
+
     #[inline(always)]
     fn advance(&mut self, n: u16, size: u16) {
         self.index += n;
@@ -434,7 +439,11 @@ impl PackedRing {
 
     pub(super) fn base(&self) -> u32 {
         // Available and used place are equal once all fetched chains are completed or forgotten.
-        u32::from(self.used.word()) << 16 | u32::from(self.used.word())
+        self.used.base()
+    }
+
+    pub(super) fn published(&self) -> u32 {
+        self.published.base()
     }
 
     pub(super) fn written_since(&self, from: u32, mut range: impl FnMut(*const u8, usize)) {

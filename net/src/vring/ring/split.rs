@@ -338,6 +338,10 @@ impl SplitRing {
         u32::from(self.used_next)
     }
 
+    pub(super) fn published(&self) -> u32 {
+        u32::from(self.published)
+    }
+
     pub(super) fn written_since(&self, from: u32, mut range: impl FnMut(*const u8, usize)) {
         range(self.used, 4);
         let mut at = from as u16;

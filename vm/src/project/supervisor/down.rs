@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::order::{self, Turnstile};
+use super::turn::Of;
 use super::{Beside, Reporter, Supervisor};
 use crate::machine::{Machine, Phase, disks, stop};
 use crate::project::control::{Event, Stage};
@@ -40,7 +41,7 @@ impl Supervisor {
         for vm in vms {
             self.machine(vm)?;
         }
-        let Some(_turn) = self.changing.take_within(OTHERS) else {
+        let Some(_turn) = self.changing.take_within(Of::All, OTHERS) else {
             anyhow::bail!(
                 "another command has been starting or stopping VMs for more than {} s; 'tombolo down' without a name cuts it off",
                 OTHERS.as_secs()
@@ -72,9 +73,9 @@ impl Supervisor {
     fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
         // A start in progress is cut short rather than waited for.
         self.cancel(|machine| machine.phase() == Phase::Booting);
-        let turn = self.changing.take_within(COURTESY).or_else(|| {
+        let turn = self.changing.take_within(Of::All, COURTESY).or_else(|| {
             self.cancel(|_| true);
-            self.changing.take_within(CUT_OFF)
+            self.changing.take_within(Of::All, CUT_OFF)
         });
         if turn.is_none() {
             let text =

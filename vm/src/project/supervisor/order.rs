@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 
 use crate::compose::depends::{Depends, Until};
 use crate::guest::health::Health;
-use crate::machine::Machine;
+use crate::machine::{Machine, Phase};
 
 /// The pause between two checks whether the request was cancelled.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The progress of a VM that is being started.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Reached {
     /// QEMU runs.
     Started,
-    /// It is up.
-    Ready(Arc<Machine>),
+    /// It is up, or was: it may reboot.
+    Ready,
     /// It will not be up.
     Failed,
 }
@@ -41,7 +41,7 @@ impl Order {
         self.changed.notify_all();
     }
 
-    /// Waits until all that `vm` depends on has come so far; `report` is told what for.
+    /// Waits until all that `vm` depends on has come so far; `machine` finds a VM, and `report` is told what is waited for.
     ///
     /// # Errors
     /// When one of them fails or is unhealthy, and when the request is cancelled.
@@ -49,12 +49,13 @@ impl Order {
         &self,
         vm: &str,
         depends: &Depends,
+        machine: &Find<'_>,
         cancelled: &dyn Fn() -> bool,
         report: &dyn Fn(&str),
     ) -> anyhow::Result<()> {
         for (other, until) in &depends.0 {
             let mut told = false;
-            while !self.is_so_far(vm, other, *until)? {
+            while !self.is_so_far(vm, other, *until, machine)? {
                 anyhow::ensure!(!cancelled(), "cancelled");
                 if !std::mem::replace(&mut told, true) {
                     report(&format!("until '{other}' is {until}"));
@@ -65,31 +66,42 @@ impl Order {
         Ok(())
     }
 
-    fn is_so_far(&self, vm: &str, other: &str, until: Until) -> anyhow::Result<bool> {
-        let reached = self.lock().get(other).cloned();
+    fn is_so_far(&self, vm: &str, other: &str, until: Until, machine: &Find<'_>) -> anyhow::Result<bool> {
+        let reached = self.lock().get(other).copied();
         Ok(match (reached, until) {
             (None, _) | (Some(Reached::Started), Until::Ready | Until::Healthy) => false,
             (Some(Reached::Failed), _) => {
                 anyhow::bail!("the VM '{vm}' was not started: '{other}', on which it depends, failed")
             }
-            (Some(Reached::Started | Reached::Ready(_)), Until::Started)
-            | (Some(Reached::Ready(_)), Until::Ready) => true,
-            (Some(Reached::Ready(machine)), Until::Healthy) => {
-                is_healthy(&machine).map_err(|e| anyhow::anyhow!("the VM '{vm}' was not started: {e}"))?
-            }
+            (Some(Reached::Started | Reached::Ready), Until::Started)
+            | (Some(Reached::Ready), Until::Ready) => true,
+            (Some(Reached::Ready), Until::Healthy) => is_healthy(other, machine)
+                .map_err(|e| anyhow::anyhow!("the VM '{vm}' was not started: {e}"))?,
         })
     }
 }
 
+/// Finds the machine that runs under a VM's name now: a VM that reboots is another machine afterwards.
+pub(super) type Find<'a> = dyn Fn(&str) -> Option<Arc<Machine>> + Sync + 'a;
+
 /// Returns whether a VM is healthy or has no check.
 ///
 /// # Errors
-/// When it is unhealthy or has ended.
-pub(super) fn is_healthy(machine: &Machine) -> anyhow::Result<bool> {
-    let name = machine.name();
-    anyhow::ensure!(machine.is_up(), "the VM '{name}' does not run any more ({})", machine.status().state);
+/// When it is unhealthy, or has ended and is not about to start again.
+pub(super) fn is_healthy(name: &str, machine: &Find<'_>) -> anyhow::Result<bool> {
+    let Some(machine) = machine(name) else { anyhow::bail!("the VM '{name}' was stopped") };
+    match machine.phase() {
+        Phase::Up => {}
+        Phase::Booting | Phase::Rebooting => return Ok(false),
+        Phase::Failed | Phase::Ended if machine.is_restart_due() => return Ok(false),
+        Phase::Failed | Phase::Ended | Phase::Stopping => {
+            anyhow::bail!("the VM '{name}' does not run any more ({})", machine.status().state)
+        }
+    }
     match machine.health() {
-        None | Some(Health::Healthy) => Ok(true),
+        Some(Health::Healthy) => Ok(true),
+        // Its checks may be about to begin.
+        None => Ok(machine.spec().healthcheck.is_none()),
         Some(Health::Starting) => Ok(false),
         Some(Health::Unhealthy) => {
             anyhow::bail!("the VM '{name}' is unhealthy: its health check fails, see supervisor.log")

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The running project, as [`changes::plan`] compares it, and the steps of a plan before the first start.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use tombolo_topology::plan::VmPlan;
+
 use super::{Beside, Reporter, Supervisor};
-use crate::compose::{Project, network};
-use crate::machine::{Machine, Phase};
+use crate::compose::{Project, VmSpec, network};
+use crate::guest::kit;
+use crate::host;
+use crate::machine::{Machine, Phase, placement};
 use crate::project::changes::{self, Action, Kind, Parts, Side, Wish};
-use crate::project::control::{Event, Stage};
+use crate::project::control::{Event, Stage, Status};
 use crate::project::preflight;
 
 /// Returns whether `up` leaves a machine alone.
@@ -25,13 +29,13 @@ impl Supervisor {
     }
 
     /// The VMs that a plan leaves running.
-    pub(super) fn kept(&self, actions: &[Action]) -> Vec<Arc<Machine>> {
+    pub(super) fn kept(&self, actions: &[Action]) -> BTreeSet<String> {
         let inner = self.lock();
         let left = actions.iter().filter_map(|action| match action {
             Action::Keep { kind: Kind::Vm, name } | Action::Wait { kind: Kind::Vm, name, .. } => Some(name),
             _ => None,
         });
-        left.filter_map(|name| inner.machines.get(name).cloned()).collect()
+        left.filter(|name| inner.machines.contains_key(*name)).cloned().collect()
     }
 
     /// The answer to a dry run.
@@ -74,6 +78,33 @@ impl Supervisor {
                 .collect(),
         };
         (running, wanted)
+    }
+
+    /// The bytes that running VMs and zones of all projects of this user may still take.
+    pub(super) fn promised(&self) -> u64 {
+        self.all_projects().iter().map(host::promised).sum()
+    }
+
+    /// The state of all projects of this user, this one last. A supervisor that does not answer can't be counted.
+    fn all_projects(&self) -> Vec<Status> {
+        let others = crate::project::state::supervisors().unwrap_or_default();
+        let others = others.iter().filter(|found| found.process != std::process::id());
+        let others = others.filter_map(|found| crate::commands::client::status_of(found).ok().flatten());
+        others.chain([self.status()]).collect()
+    }
+
+    /// The places on the host of VMs that are to be started, beside those that run.
+    pub(super) fn placements(
+        &self,
+        project: &Project,
+        missing: &[(String, VmSpec, Option<kit::Boot>)],
+    ) -> anyhow::Result<BTreeMap<String, VmPlan>> {
+        // One that is restarted gives back what it has first.
+        let starts = |status: &Status, vm: &str| {
+            status.supervisor == Some(std::process::id()) && missing.iter().any(|(name, ..)| name == vm)
+        };
+        let rules = || placement::rules(&project.compose, &self.all_projects(), starts);
+        placement::of_starting(missing.iter().map(|(name, spec, _)| (name.as_str(), spec)), rules)
     }
 
     /// Tells the client what happens beside the starts of VMs, which tell of themselves.

@@ -2,13 +2,14 @@
 //! Requests of clients: each is read, carried out and answered on a thread of its own.
 
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::reception::Connection;
 use super::{Supervisor, lasting, turn};
 use crate::child::main_thread;
 use crate::guest::exec::Exec;
+use crate::machine::Machine;
 use crate::project::barrier::Inside;
 use crate::project::control::{Event, Request, Stage};
 use crate::project::peer::{self, Peer};
@@ -32,21 +33,33 @@ const NO_DESCRIPTOR: &str = "it has no file descriptor left; 'ps' and 'down' sti
 pub(super) struct Reporter {
     /// `None`: the client has gone, or does not read.
     socket: Mutex<Option<Arc<UnixStream>>>,
+    /// The VM whose command's output waits for its reader.
+    machine: OnceLock<Arc<Machine>>,
 }
 
 impl Reporter {
     pub(super) fn of(peer: &Peer, request: &Request) -> Reporter {
         let socket = peer.socket();
-        // The output of a command waits for its reader. No other event waits long for a client that is stopped.
-        let limit = (!matches!(request, Request::Exec { .. })).then_some(READ);
+        let limit = if matches!(request, Request::Exec { .. }) { LOOK } else { READ };
         // It fails for a limit of zero only.
-        let _never = socket.set_write_timeout(limit);
-        Reporter { socket: Mutex::new(Some(socket)) }
+        let _never = socket.set_write_timeout(Some(limit));
+        Reporter { socket: Mutex::new(Some(socket)), machine: OnceLock::new() }
     }
 
+    /// From here on events wait for their reader as long as this VM runs: they are the output of a command in it.
+    fn wait_while_runs(&self, machine: &Arc<Machine>) {
+        let _only_once = self.machine.set(machine.clone());
+    }
+
+    /// Sends an event. A client that is stopped is waited for at most for [`READ`], or until so long after the VM's end.
     pub(super) fn send(&self, event: &Event) {
         let mut socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
-        if socket.as_ref().is_some_and(|socket| peer::send(socket, event).is_err()) {
+        let mut late = None;
+        let mut goes_on = || {
+            let runs = self.machine.get().is_some_and(|machine| !machine.has_ended());
+            runs || late.get_or_insert_with(Instant::now).elapsed() < READ
+        };
+        if socket.as_ref().is_some_and(|socket| peer::send_while(socket, event, &mut goes_on).is_err()) {
             // A part of the message may have been sent: nothing can follow it.
             if let Some(socket) = socket.take() {
                 let _gone_already = socket.shutdown(std::net::Shutdown::Both);
@@ -127,6 +140,7 @@ impl Supervisor {
                 Ok(())
             }
             Request::Exec { vm, argv, env, dir, input, terminal } => self.running(&vm).and_then(|machine| {
+                reporter.wait_while_runs(&machine);
                 let exec = Exec { argv, env, dir };
                 let report = |event: &Event| reporter.send(event);
                 match terminal {
@@ -200,13 +214,13 @@ impl Supervisor {
     /// # Errors
     /// The client has gone.
     pub(super) fn turn(&self, client: &UnixStream, reporter: &Reporter) -> anyhow::Result<turn::Turn<'_>> {
-        if let Some(turn) = self.changing.take_within(SILENT) {
+        if let Some(turn) = self.changing.take_within(turn::Of::All, SILENT) {
             return Ok(turn);
         }
         let text = "another command is starting or stopping VMs; this one waits for its end";
         reporter.send(&Event::Note { text: text.into() });
         loop {
-            if let Some(turn) = self.changing.take_within(LOOK) {
+            if let Some(turn) = self.changing.take_within(turn::Of::All, LOOK) {
                 return Ok(turn);
             }
             anyhow::ensure!(

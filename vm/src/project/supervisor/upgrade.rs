@@ -16,6 +16,7 @@ use tombolo_zone::doorbell::handover::Paused;
 use tombolo_zone::keep::{Keep, Kept};
 
 use super::lasting::What;
+use super::turn::Of;
 use super::{Ownership, Reporter, Supervisor};
 use crate::child::main_thread;
 use crate::compose::Project;
@@ -33,8 +34,8 @@ use crate::project::state::StateDir;
 use crate::project::upgrade::{self, FORMAT, Head, Program};
 use crate::project::zones::{HostZone, HostZoneState};
 
-/// Time for each barrier to close. Commands that come meanwhile wait: their patience is some seconds.
-const CLOSING: Duration = Duration::from_secs(1);
+/// Time for each barrier to close. Commands that come meanwhile wait, and `ps` waits for less than a second.
+const CLOSING: Duration = Duration::from_millis(200);
 /// Between two tries, in which commands are heard.
 const PAUSE: Duration = Duration::from_millis(300);
 
@@ -144,7 +145,7 @@ impl Supervisor {
             Err(what) => return Ok(Busy(what)),
         };
         // VMs that start again by themselves wait for their turn.
-        let Some(turn) = self.changing.take_within(CLOSING) else {
+        let Some(turn) = self.changing.take_within(Of::All, CLOSING) else {
             return Ok(Busy(vec!["the start of a VM".into()]));
         };
         let background = match BACKGROUND.close(CLOSING) {

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Threads that meet within a few accesses, and states that several deaths leave.
+
+use core::mem::offset_of;
+
+use rustix::io::Errno;
+use tombolo_files::fs::{Create, FileLock, Filesystem, Handle, ROOT};
+use tombolo_files::sys;
+
+use crate::Zone;
+use crate::found::file;
+use crate::plan::Plan;
+use crate::schedule::{self, Ran, Schedule, Thread};
+
+const REG: u32 = libc::S_IFREG | 0o644;
+const BLOCK: u64 = sys::TFS_BLOCK as u64;
+/// The last of the numbers that mkfs makes room for.
+const LAST_INO: u64 = 255;
+
+impl Zone {
+    fn slot(&self, member: u32, field: usize) -> u64 {
+        let (table, _) = self.state(member);
+        table.word(u64::from(member) * 256 + field as u64).expect("a slot")
+    }
+
+    fn set_slot(&self, member: u32, field: usize, value: u64) {
+        let (table, _) = self.state(member);
+        assert!(table.store_word(u64::from(member) * 256 + field as u64, value));
+    }
+
+    /// The member's worker does what its doorbell asks for. False: nothing is asked for.
+    fn serve_revoke(&self, fs: &Filesystem, member: u32) -> bool {
+        let (field, reason) = (offset_of!(sys::tmb_member, pending), u64::from(sys::TMB_PENDING_REVOKE));
+        let pending = self.slot(member, field);
+        self.set_slot(member, field, pending & !reason);
+        if pending & reason != 0 {
+            fs.let_go();
+        }
+        pending & reason != 0
+    }
+
+    fn map_of(&self, block: u64) -> u64 {
+        self.area.word(offset_of!(sys::tfs_super, map_start) as u64).expect("a super block") * BLOCK + block
+    }
+
+    fn set_map(&self, block: u64, byte: u8) {
+        let (at, shift) = (self.map_of(block) & !7, self.map_of(block) % 8 * 8);
+        let word = self.area.word(at).expect("the map");
+        self.store(at, word & !(0xff << shift) | u64::from(byte) << shift);
+    }
+
+    /// Opens a transaction of a member that names inodes.
+    fn begins(&self, member: u32, slot: usize, inodes: &[Handle]) {
+        let tx = Zone::member_area(member, slot * size_of::<sys::tfs_tx>());
+        for (i, inode) in inodes.iter().enumerate() {
+            self.store(tx + (offset_of!(sys::tfs_tx, ino) + 8 * i) as u64, inode.ino);
+        }
+        self.store(tx, 1 << 32 | u64::from(sys::TFS_TX_OPEN));
+    }
+
+    fn run(&self, plan: Plan, bodies: Vec<Box<dyn FnOnce() + '_>>) -> Result<Ran, String> {
+        let threads = bodies.into_iter().map(|body| Thread { body, after: None }).collect();
+        Schedule::run(threads, [Zone::region(&self.map), Zone::region(&self.reader)], plan, |_| {})
+    }
+}
+
+#[test]
+fn a_member_that_lets_go_at_any_moment_of_a_removal_leaves_no_block_deferred() {
+    for place in 1.. {
+        let zone = Zone::new(|_| {});
+        let (fs, mapper) = (zone.open(4, false).expect("open"), zone.open(10, false).expect("open"));
+        let (sparse, cut) = (file(&fs, "sparse", b""), file(&fs, "cut", &[1; 9000]));
+        fs.truncate(sparse, BLOCK, false).expect("grow");
+        [sparse, cut].into_iter().for_each(|f| zone.maps(10, f));
+        // It lets this wait run out, so the removal does not wait for it.
+        zone.does(|| fs.pwrite(sparse, b"x", 0, false)).expect("write");
+        let ran = zone.run(
+            Plan::new(0, vec![(0, place)], Vec::new(), true),
+            vec![
+                Box::new(|| fs.truncate(cut, 0, false).expect("truncate")),
+                Box::new(|| _ = zone.serve_revoke(&mapper, 10)),
+            ],
+        );
+        let ran = ran.expect("both end");
+        while zone.does(|| zone.serve_revoke(&mapper, 10)) {}
+        assert_eq!(fs.deferred(), (0, vec![]), "let go before access {place}");
+        [fs, mapper].into_iter().for_each(Filesystem::abandon);
+        if place > ran.steps[0] {
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_late_open_of_a_removed_file_leaves_the_new_file_with_its_number_open() {
+    /// Leaves no free number but those that become free.
+    fn setup(fs: &Filesystem) {
+        for i in 0.. {
+            let name = i.to_string();
+            let made = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(REG)).expect("create");
+            if made.ino == LAST_INO {
+                return;
+            }
+        }
+    }
+    let zone = Zone::new(setup);
+    let opened = Create { open: true, ..Create::mode(REG) };
+    // The number of accesses in which another member removes the file.
+    let removes = |other: &Filesystem| other.unlink(ROOT, b"7", None).expect("unlink");
+    let other = zone.open(20, false).expect("open");
+    let plan = Plan::new(0, Vec::new(), Vec::new(), true);
+    let removal = zone.run(plan, vec![Box::new(|| removes(&other))]).expect("an end").steps[0];
+    other.abandon();
+    let mut reused_late = 0;
+    let late = std::cell::Cell::new(false);
+    for (before, after) in (1..12).flat_map(|a| (a + 1..14).map(move |b| (a, b))) {
+        zone.reset();
+        let (fs, other) = (zone.open(4, false).expect("open"), zone.open(20, false).expect("open"));
+        let (old, _) = fs.lookup(ROOT, b"7").expect("lookup");
+        let plan = Plan::new(0, vec![(0, before), (1, removal + 1), (0, after)], Vec::new(), true);
+        let made = std::cell::Cell::new(Handle::default());
+        let bodies: Vec<Box<dyn FnOnce()>> = vec![
+            Box::new(|| late.set(fs.open_ref(old) == Err(Errno::STALE))),
+            Box::new(|| {
+                removes(&other);
+                made.set(fs.create(ROOT, Some(b"new"), &opened).expect("create"));
+            }),
+        ];
+        zone.run(plan, bodies).expect("both end");
+        reused_late += i32::from(late.get() && made.get().ino == old.ino);
+        other.unlink(ROOT, b"new", None).expect("unlink");
+        assert!(
+            fs.getattr(made.get()).is_ok(),
+            "freed though it is open, after {before} and {after} accesses"
+        );
+        [fs, other].into_iter().for_each(Filesystem::abandon);
+    }
+    assert!(reused_late > 0, "no open came too late for a number that was used again");
+}
+
+#[test]
+fn a_damaged_tree_of_a_dead_member_ends_its_recovery_soon_and_costs_no_other_file_its_blocks() {
+    const DEAD: u32 = 1;
+    let zone = Zone::new(|_| {});
+    let (dead, fs) = (zone.open(DEAD, false).expect("open"), zone.open(7, false).expect("open"));
+    let damaged = ["one", "two"].map(|name| file(&dead, name, &[1; 9000]));
+    let sound = file(&dead, "sound", &[2; 9000]);
+    dead.abandon();
+    // Nodes that refer to themselves, and blocks that the dead member had linked, and not yet counted as used.
+    for inode in damaged {
+        let field = zone.inode(inode, offset_of!(sys::tfs_inode, root));
+        let node = zone.area.word(field).expect("a root") & ((1 << sys::TFS_HEIGHT_SHIFT) - 1);
+        (0..u64::from(sys::TFS_FANOUT)).for_each(|i| zone.store(node * BLOCK + 8 * i, node));
+        zone.store(field, 3 << sys::TFS_HEIGHT_SHIFT | node);
+    }
+    let run = fs.map(sound, 0, 2).expect("map");
+    (run.block..run.block + run.count).for_each(|block| zone.set_map(block, DEAD as u8 + 1));
+    zone.begins(DEAD, 0, &[damaged[0], damaged[1], sound]);
+    zone.declare_dead(DEAD);
+    let plan = Plan::new(0, Vec::new(), Vec::new(), true);
+    let ran = zone.run(plan, vec![Box::new(|| fs.recover_all().expect("recovery"))]).expect("an end");
+    assert!(ran.damage.iter().any(|what| what.starts_with("tree without end")), "{:?}", ran.damage);
+    assert!(ran.steps[0] < 5_000_000, "{} accesses", ran.steps[0]);
+    // What is free is given to others.
+    let other = file(&fs, "other", b"");
+    let mut at = 0;
+    while let Ok(n) = fs.pwrite(other, &[3; 4096], at, false) {
+        at += n as u64;
+    }
+    let mut bytes = [0; 9000];
+    assert_eq!(fs.pread(sound, &mut bytes, 0), Ok(9000));
+    assert!(bytes.iter().all(|byte| *byte == 2), "another file has its blocks");
+    fs.abandon();
+}
+
+#[test]
+fn members_that_recover_two_dead_ones_at_once_of_whom_one_recovered_the_other_lose_no_block() {
+    const FIRST: u32 = 1;
+    const SECOND: u32 = 2;
+    let held = |member: u32| 1 << 32 | 1 << 8 | u64::from(member + 1);
+    for place in 1.. {
+        let zone = Zone::new(|_| {});
+        let [first, second, one, other] = [FIRST, SECOND, 7, 8].map(|m| zone.open(m, false).expect("open"));
+        let cut = file(&first, "cut", &[1; 20_000]);
+        let run = one.map(cut, 0, 5).expect("map");
+        [first, second].into_iter().for_each(Filesystem::abandon);
+        // The first died in a truncation; the second when it had recovered that up to a block that it was about to unlink.
+        zone.truncates(FIRST, 0, cut);
+        zone.begins(SECOND, sys::TFS_TX_RECOVERY as usize, &[cut]);
+        zone.set_map(run.block, SECOND as u8 + 1);
+        zone.set_slot(FIRST, offset_of!(sys::tmb_member, recovery_lock), held(SECOND));
+        [FIRST, SECOND].into_iter().for_each(|m| zone.declare_dead(m));
+        let ran = zone.run(
+            Plan::new(0, vec![(0, place)], Vec::new(), true),
+            vec![
+                Box::new(|| one.recover(SECOND).expect("recovery")),
+                Box::new(|| other.recover(FIRST).expect("recovery")),
+            ],
+        );
+        let ran = ran.expect("both end");
+        assert_eq!(ran.damage, Vec::<String>::new());
+        [one, other].into_iter().for_each(Filesystem::abandon);
+        zone.assert_clean(&[7, 8]);
+        if place > ran.steps[0] {
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_member_that_comes_back_after_it_died_frozen_freezes_again() {
+    let zone = Zone::new(|_| {});
+    let fs = zone.open(4, false).expect("open");
+    fs.freeze().expect("freeze");
+    fs.abandon();
+    zone.declare_dead(4);
+    let fs = zone.open(4, false).expect("open");
+    fs.freeze().expect("its former life's freeze has ended");
+    fs.thaw();
+    fs.abandon();
+    zone.assert_clean(&[4]);
+}
+
+#[test]
+fn a_dead_members_lock_is_taken_over_though_all_places_to_wait_are_taken() {
+    let zone = Zone::new(|_| {});
+    let [dead, alive, fs] = [1, 2, 7].map(|m| zone.open(m, false).expect("open"));
+    let (busy, free) = (file(&fs, "busy", b"x"), file(&fs, "free", b"x"));
+    dead.abandon();
+    zone.hold(1, zone.inode(free, offset_of!(sys::tfs_inode, lock)));
+    let table_lock = zone.inode(busy, offset_of!(sys::tfs_inode, entries));
+    zone.hold(2, table_lock);
+    zone.declare_dead(1);
+    let lock = FileLock { end: !0, type_: sys::TFS_LK_WRITE, kind: sys::TFS_LK_POSIX, ..FileLock::default() };
+    let mut bodies: Vec<Box<dyn FnOnce() + '_>> = Vec::new();
+    for _ in 0..sys::TFS_QUEUE {
+        bodies.push(Box::new(|| _ = fs.get_lock(busy, &lock).expect("there is none")));
+    }
+    bodies.push(Box::new(|| {
+        // Until the others sleep in their places.
+        (0..1000).for_each(|_| schedule::wait(0));
+        fs.pwrite(free, b"y", 0, false).expect("write");
+        zone.store(table_lock, 0);
+    }));
+    zone.run(Plan::new(0, Vec::new(), Vec::new(), true), bodies).expect("all end");
+    [alive, fs].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[2, 7]);
+}

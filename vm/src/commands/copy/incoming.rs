@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a guest sends, until it is complete and gets its final name. The guest may send anything: it decides on what is in a file or folder, and on
+//! nothing else of this host.
+
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread::JoinHandle;
+
+use anyhow::Context;
+
+use super::{MODE, SET_ID};
+
+/// The longest first line of what a guest sends, in bytes.
+const HEAD: usize = 64;
+
+/// What comes from a guest.
+pub(super) struct Incoming<'a> {
+    /// Where it gets its final name.
+    folder: &'a Path,
+    /// A folder may come.
+    recursive: bool,
+    state: State,
+}
+
+enum State {
+    Head(Vec<u8>),
+    File {
+        file: tempfile::NamedTempFile,
+        mode: u32,
+    },
+    Tree {
+        dir: tempfile::TempDir,
+        mode: u32,
+        writer: UnixStream,
+        /// None: it has been waited for.
+        unpacked: Option<JoinHandle<io::Result<()>>>,
+    },
+}
+
+impl<'a> Incoming<'a> {
+    pub(super) fn new(folder: &'a Path, recursive: bool) -> Incoming<'a> {
+        Incoming { folder, recursive, state: State::Head(Vec::new()) }
+    }
+
+    /// Takes the next bytes.
+    pub(super) fn take(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match &mut self.state {
+            State::File { file, .. } => file.write_all(bytes).map_err(|e| in_folder(self.folder, &e)),
+            // The thread that unpacks has ended, and knows why.
+            State::Tree { writer, unpacked, .. } => writer.write_all(bytes).map_err(|e| {
+                let why = unpacked.take().and_then(|thread| thread.join().ok()?.err());
+                in_folder(self.folder, &why.unwrap_or(e))
+            }),
+            State::Head(head) => {
+                head.extend_from_slice(bytes);
+                let Some(end) = head.iter().position(|&b| b == b'\n') else {
+                    return if head.len() > HEAD {
+                        Err(io::Error::other("the guest sends something else"))
+                    } else {
+                        Ok(())
+                    };
+                };
+                let rest = head.split_off(end + 1);
+                let (kind, mode) = parse_head(head)
+                    .filter(|(kind, _)| self.recursive || *kind == 'f')
+                    .ok_or_else(|| io::Error::other("the guest sends something else"))?;
+                self.state = self.begin(kind, mode)?;
+                self.take(&rest)
+            }
+        }
+    }
+
+    fn begin(&self, kind: char, mode: u32) -> io::Result<State> {
+        let mut name = tempfile::Builder::new();
+        let name = name.prefix(".tombolo-cp-");
+        if kind == 'f' {
+            return Ok(State::File { file: name.tempfile_in(self.folder)?, mode });
+        }
+        let dir = name.tempdir_in(self.folder)?;
+        let (reader, writer) = UnixStream::pair()?;
+        let into = dir.path().to_owned();
+        let unpacked = std::thread::Builder::new().name("tar".into()).spawn(move || {
+            let mut tar = tar::Archive::new(reader);
+            tar.set_preserve_permissions(true);
+            tar.set_mask(SET_ID);
+            tar.unpack(into)?;
+            // What follows the tar's end is padding.
+            io::copy(&mut tar.into_inner(), &mut io::sink()).map(drop)
+        })?;
+        Ok(State::Tree { dir, mode, writer, unpacked: Some(unpacked) })
+    }
+
+    /// Gives it its final name.
+    pub(super) fn settle(self, target: &Path) -> anyhow::Result<()> {
+        match self.state {
+            State::Head(_) => anyhow::bail!("the guest sent nothing"),
+            State::File { file, mode } => {
+                file.as_file().set_permissions(fs::Permissions::from_mode(mode))?;
+                file.persist(target)?;
+            }
+            State::Tree { dir, mode, writer, unpacked } => {
+                drop(writer);
+                let unpacked = unpacked.and_then(|thread| thread.join().ok());
+                unpacked.context("the thread that unpacks failed")??;
+                if target.symlink_metadata().is_ok() {
+                    return merge(dir.path(), target);
+                }
+                fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode))?;
+                fs::rename(dir.path(), target)?;
+                // It has another name now.
+                let _moved = dir.keep();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An error that says where what came could not be written.
+fn in_folder(folder: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("what comes can't be written in {}: {error}", folder.display()))
+}
+
+fn parse_head(head: &[u8]) -> Option<(char, u32)> {
+    let (kind, mode) = std::str::from_utf8(head).ok()?.trim().split_once(' ')?;
+    let kind = kind.chars().next().filter(|k| "fd".contains(*k))?;
+    Some((kind, u32::from_str_radix(mode, 8).ok()? & MODE & !SET_ID))
+}
+
+/// Moves what is in `from` into the folder `to`; files of the same name are replaced.
+fn merge(from: &Path, to: &Path) -> anyhow::Result<()> {
+    anyhow::ensure!(fs::symlink_metadata(to)?.is_dir(), "{} is there and is no folder", to.display());
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let (source, target) = (entry.path(), to.join(entry.file_name()));
+        if entry.file_type()?.is_dir() && target.symlink_metadata().is_ok() {
+            merge(&source, &target)?;
+        } else {
+            fs::rename(&source, &target).with_context(|| target.display().to_string())?;
+        }
+    }
+    Ok(())
+}

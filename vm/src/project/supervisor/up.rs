@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tombolo up`: it checks and plans, opens zones, networks and accelerators, and starts VMs in the order of `depends_on`. If a VM fails, or the
+//! client goes, everything that it started is stopped again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tombolo_topology::plan::VmPlan;
+
+use super::launch::Wanted;
+use super::order::{self, Order, Reached};
+use super::plan::{replaced, started, take_out};
+use super::requests::LOOK;
+use super::turn::Turn;
+use super::{Beside, Reporter, Supervisor};
+use crate::compose::{Project, VmSpec};
+use crate::machine::{Machine, disks, growth, stop};
+use crate::project::changes::{Action, Kind, Wish};
+use crate::project::control::Stage;
+use crate::project::keeper::Part;
+use crate::project::peer::Peer;
+use crate::project::preflight::{self, Ready};
+use crate::project::session;
+use crate::project::zones::HostZone;
+use crate::qemu::Hypervisor;
+
+/// The pause between two checks whether a VM is healthy.
+const HEALTH: Duration = Duration::from_millis(100);
+
+/// The names of the parts that an `up` has added to the project.
+struct Added {
+    zones: Vec<String>,
+    networks: Vec<String>,
+    accelerators: Vec<String>,
+}
+
+impl Supervisor {
+    pub(super) fn up(
+        self: &Arc<Self>,
+        mut project: Project,
+        wish: &Wish,
+        wait: bool,
+        peer: Peer,
+        reporter: &Reporter,
+    ) -> anyhow::Result<()> {
+        let turn = self.turn(&peer.socket(), reporter)?;
+        self.check_not_ending()?;
+        wish.check(&project)?;
+        // All checks come before the first stop or start.
+        growth::give_back_orphans()?;
+        let (running, actions) = self.plan(&mut project, wish);
+        let ready = preflight::examine(&project, &running, &actions, || self.promised())?;
+        let placements = self.placements(&project, &ready.vms)?;
+        self.check_owners(&project, &started(&actions).collect())?;
+        let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
+        let hypervisors = self.choose_hypervisors(&ready.qemu, &ready.vms, &near, reporter)?;
+        let mut wished = self.kept(&actions);
+        self.check_not_ending()?;
+        self.announce(&actions, reporter);
+        self.clear_away(&actions, reporter)?;
+        let added = self.add_parts(project, &actions)?;
+
+        let wanted = wanted(ready, &hypervisors, placements);
+        let starting: BTreeSet<String> = wanted.iter().map(|vm| vm.name.clone()).collect();
+        turn.narrow(starting.clone());
+        let (_, socket) = peer.into_raw();
+        let starts = Starts::new(self, &turn, reporter, &wished);
+        let errors = starts.run(wanted, &socket);
+        let cancelled = starts.is_cancelled();
+        if errors.is_empty() && !cancelled {
+            drop(turn);
+            wished.extend(starting);
+            return if wait { self.wait_healthy(&wished, &socket, reporter) } else { Ok(()) };
+        }
+        starts.take_back(&starting);
+        self.remove_parts(&added);
+        anyhow::ensure!(!cancelled, "cancelled; everything that was started has been stopped");
+        anyhow::bail!("{}", errors.join("\n"))
+    }
+
+    pub(super) fn check_not_ending(&self) -> anyhow::Result<()> {
+        anyhow::ensure!(!self.ending.load(Ordering::Acquire), "cancelled: the project is being taken down");
+        Ok(())
+    }
+
+    /// Opens the zones of the project that are missing, and starts the networks and accelerators that the plan's VMs lack.
+    fn add_parts(&self, project: Project, actions: &[Action]) -> anyhow::Result<Added> {
+        let mut zones = BTreeMap::new();
+        for (name, spec) in &project.compose.zone {
+            if !self.lock().zones.contains_key(name) {
+                let zone = HostZone::open(name, spec)?;
+                if let Err(e) = self.dir.link_zone(name, &zone.path()) {
+                    crate::say!("the zone '{name}' has no path of its name: {e}");
+                }
+                zones.insert(name.clone(), Arc::new(zone));
+            }
+        }
+        let running = self.lock().networks.clone();
+        let networks = self.parts(&running, &project, actions, Kind::Network)?;
+        let running = self.lock().accelerators.clone();
+        let accelerators = self.parts(&running, &project, actions, Kind::Accelerator)?;
+        self.check_not_ending()?;
+        let added = Added {
+            zones: zones.keys().cloned().collect(),
+            networks: networks.keys().cloned().collect(),
+            accelerators: accelerators.keys().cloned().collect(),
+        };
+        let mut inner = self.lock();
+        inner.zones.extend(zones);
+        inner.networks.extend(networks);
+        inner.accelerators.extend(accelerators);
+        inner.project = project;
+        Ok(added)
+    }
+
+    fn remove_parts(&self, added: &Added) {
+        let mut inner = self.lock();
+        for name in &added.zones {
+            inner.zones.remove(name);
+        }
+        let beside = Beside {
+            networks: take_out(&mut inner.networks, added.networks.iter()),
+            accelerators: take_out(&mut inner.accelerators, added.accelerators.iter()),
+        };
+        drop(inner);
+        beside.end();
+    }
+
+    /// Starts the parts that a plan's VMs lack and those that it starts anew, and extends those that run; returns the new ones.
+    fn parts<P: Part>(
+        &self,
+        running: &BTreeMap<String, Arc<P>>,
+        project: &Project,
+        actions: &[Action],
+        kind: Kind,
+    ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
+        let starting: BTreeSet<&String> = started(actions).collect();
+        let vms = starting.iter().filter_map(|name| Some((*name, project.compose.vm.get(*name)?)));
+        let used = vms.flat_map(|(name, vm)| P::used_by(name, vm, &project.compose));
+        let names: BTreeSet<&String> = used.chain(replaced(actions, kind)).collect();
+        let mut new = BTreeMap::new();
+        for name in names {
+            match running.get(name) {
+                Some(part) => part.extend(project, &starting)?,
+                None => drop(new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?))),
+            }
+        }
+        Ok(new)
+    }
+
+    /// Waits until all these VMs are healthy. They stay as they are if one is not, or the client goes.
+    fn wait_healthy(
+        &self,
+        names: &BTreeSet<String>,
+        client: &UnixStream,
+        reporter: &Reporter,
+    ) -> anyhow::Result<()> {
+        let find = |vm: &str| self.machine(vm).ok();
+        for name in names {
+            let mut told = false;
+            while !order::is_healthy(name, &find)? {
+                if !std::mem::replace(&mut told, true) {
+                    reporter.stage(name, Stage::Waiting, "until it is healthy");
+                }
+                anyhow::ensure!(!session::has_gone(client), "cancelled; the VMs run on");
+                std::thread::sleep(HEALTH);
+            }
+            if told {
+                reporter.stage(name, Stage::Up, "healthy");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The starts of the VMs of a plan.
+fn wanted(
+    ready: Ready,
+    hypervisors: &BTreeMap<String, Hypervisor>,
+    mut placements: BTreeMap<String, VmPlan>,
+) -> Vec<Wanted> {
+    let Ready { qemu, vms } = ready;
+    let start = |(name, spec, boot): (String, VmSpec, _)| Wanted {
+        zones: spec.zones.clone(),
+        qemu: qemu.clone(),
+        hypervisor: hypervisors[&name],
+        before: None,
+        attempt: None,
+        slow: false,
+        placement: placements.remove(&name),
+        name,
+        spec,
+        boot,
+    };
+    vms.into_iter().map(start).collect()
+}
+
+/// The VMs that one `up` starts, each on a thread of its own.
+struct Starts<'a> {
+    supervisor: &'a Arc<Supervisor>,
+    turn: &'a Turn<'a>,
+    reporter: &'a Reporter,
+    order: Order,
+    /// Machines that have been started.
+    started: Mutex<Vec<Arc<Machine>>>,
+    /// The client has gone, or has asked for the end.
+    cancelled: AtomicBool,
+}
+
+impl<'a> Starts<'a> {
+    /// `ready`: VMs that run already.
+    fn new(
+        supervisor: &'a Arc<Supervisor>,
+        turn: &'a Turn<'a>,
+        reporter: &'a Reporter,
+        ready: &BTreeSet<String>,
+    ) -> Starts<'a> {
+        let order = Order::default();
+        for name in ready {
+            order.reach(name, Reached::Ready);
+        }
+        let (started, cancelled) = (Mutex::default(), AtomicBool::new(false));
+        Starts { supervisor, turn, reporter, order, started, cancelled }
+    }
+
+    fn started(&self) -> MutexGuard<'_, Vec<Arc<Machine>>> {
+        self.started.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Starts all VMs and waits until each is ready or has failed. Returns the errors. The end of the connection to the client cancels starts
+    /// that have not finished.
+    fn run(&self, wanted: Vec<Wanted>, client: &UnixStream) -> Vec<String> {
+        let finished = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                if session::wait_hangup(client, &finished) {
+                    self.cancel();
+                }
+            });
+            let threads: Vec<_> = wanted.into_iter().map(|vm| scope.spawn(move || self.start(vm))).collect();
+            let failed = || Err(anyhow::anyhow!("a thread that starts a VM failed"));
+            let results: Vec<_> =
+                threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| failed())).collect();
+            finished.store(true, Ordering::Release);
+            results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect()
+        })
+    }
+
+    fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+        for machine in self.started().iter() {
+            machine.cancel();
+        }
+    }
+
+    /// Starts a VM when those that it depends on have come far enough.
+    fn start(&self, wanted: Wanted) -> anyhow::Result<()> {
+        let (name, depends) = (wanted.name.clone(), wanted.spec.depends_on.clone());
+        let report = |stage: Stage, detail: &str| self.reporter.stage(&name, stage, detail);
+        let waits = |what: &str| report(Stage::Waiting, what);
+        let find = |vm: &str| self.supervisor.machine(vm).ok();
+        let result = self
+            .order
+            .wait(&name, &depends, &find, &|| self.is_cancelled(), &waits)
+            .and_then(|()| self.supervisor.start_one(wanted, &|machine| self.register(machine), &report));
+        if result.is_ok() {
+            // It may reboot while others start.
+            self.turn.release(&name);
+        }
+        self.order.reach(&name, if result.is_ok() { Reached::Ready } else { Reached::Failed });
+        if let Err(e) = &result {
+            let text = format!("{e:#}");
+            report(Stage::Failed, text.lines().next().unwrap_or_default());
+        }
+        result
+    }
+
+    /// Notes a machine whose QEMU runs.
+    fn register(&self, machine: &Arc<Machine>) {
+        self.started().push(machine.clone());
+        self.order.reach(machine.name(), Reached::Started);
+        if self.is_cancelled() {
+            machine.cancel();
+        }
+    }
+
+    /// Stops the VMs that were started, and removes the overlays of those that were not.
+    fn take_back(&self, starting: &BTreeSet<String>) {
+        for name in starting {
+            let was_started = self.started().iter().any(|machine| machine.name() == name);
+            if was_started {
+                self.stop(name);
+            } else if self.supervisor.machine(name).is_err() {
+                disks::discard(&self.supervisor.dir, Some(name));
+            }
+        }
+    }
+
+    /// Stops a VM that was started, or whose reboot has begun since.
+    fn stop(&self, name: &str) {
+        while !self.turn.reclaim(name, LOOK) {
+            if let Ok(machine) = self.supervisor.machine(name) {
+                machine.cancel();
+            }
+        }
+        let Ok(machine) = self.supervisor.machine(name) else { return };
+        let report = |stage: Stage, detail: &str| self.reporter.stage(name, stage, detail);
+        if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
+            crate::say!("{e:#}");
+        }
+        self.supervisor.lock().machines.remove(name);
+        disks::discard(&self.supervisor.dir, Some(name));
+        self.supervisor.leave_zones(name, machine.zones().keys());
+    }
+}
