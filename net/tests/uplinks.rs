@@ -13,10 +13,11 @@ use common::namespace::alone;
 use common::network::{cable, sh};
 use common::program::{Switch, child_of};
 use common::{Rig, frame, wait_for};
+use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::uplink::Link;
 use tombolo_net::uplink::packet::Packet;
-use tombolo_net::vring::driver::Nic;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::OFFLOADS;
 
 const HOST: [u8; 4] = [10, 9, 0, 1];
@@ -174,6 +175,18 @@ fn guests_of_two_hosts_talk_through_their_interfaces() {
     });
 }
 
+/// A request for an address.
+fn discover(own: Mac) -> Vec<u8> {
+    let mut dhcp = vec![1, 1, 6, 0, 1, 2, 3, 4];
+    dhcp.resize(28, 0);
+    dhcp.extend(own.0);
+    dhcp.resize(236, 0);
+    dhcp.extend([0x63, 0x82, 0x53, 0x63, 53, 1, 1, 255]);
+    dhcp.resize(300, 0);
+    let udp = [&[0, 68, 0, 67][..], &308u16.to_be_bytes(), &[0, 0], &dhcp].concat();
+    ethernet(Mac::BROADCAST, own, 0x800, &ipv4([255; 4], [0; 4], 17, &udp))
+}
+
 #[test]
 fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
     alone("a_guest_gets_an_address_from_passt_which_ends_with_the_switch", || {
@@ -182,14 +195,7 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
         let mut switch = Switch::start(1, &["--uplink", "user=passt"]);
         let own = Rig::mac(1);
         let mut guest = switch.guest(0);
-        let mut dhcp = vec![1, 1, 6, 0, 1, 2, 3, 4];
-        dhcp.resize(28, 0);
-        dhcp.extend(own.0);
-        dhcp.resize(236, 0);
-        dhcp.extend([0x63, 0x82, 0x53, 0x63, 53, 1, 1, 255]);
-        dhcp.resize(300, 0);
-        let udp = [&[0, 68, 0, 67][..], &308u16.to_be_bytes(), &[0, 0], &dhcp].concat();
-        let discover = ethernet(Mac::BROADCAST, own, 0x800, &ipv4([255; 4], [0; 4], 17, &udp));
+        let discover = discover(own);
         // passt may still be starting, so the request is repeated.
         let mut asked = Instant::now() - Duration::from_secs(1);
         let offer = wait_for("an offer", || {
@@ -220,6 +226,31 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
         switch.child.kill().unwrap();
         switch.child.wait().unwrap();
         wait_for("passt's end", || (!PathBuf::from(format!("/proc/{passt}")).exists()).then_some(()));
+    });
+}
+
+#[test]
+fn passt_sends_what_is_for_one_guest_to_the_one_that_sent_last() {
+    alone("passt_sends_what_is_for_one_guest_to_the_one_that_sent_last", || {
+        sh("ip link add out type veth peer name far; ip link set far up; ip link set out up
+            ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1");
+        let switch = Switch::start(1, &["--uplink", "user=passt"]);
+        let socket = switch.dir.path().join("other");
+        let port = serde_json::json!({ "name": "other", "socket": socket, "macs": [Rig::mac(2)] });
+        let port = serde_json::from_value(port).unwrap();
+        ask::<serde_json::Value>(&switch.control(), &Request::Add { port }).unwrap();
+        let (mut asker, mut other) = (switch.guest(0), Nic::new(NicConfig::default()).unwrap());
+        other.connect(&socket).unwrap();
+        let discover = discover(Rig::mac(1));
+        let noise =
+            ethernet(Mac::BROADCAST, Rig::mac(2), 0x806, &arp(1, Rig::mac(2), GUEST, Mac([0; 6]), HOST));
+        wait_for("another guest's address", || {
+            // Neither waits for room.
+            let _full = [asker.send(&discover), other.send(&noise)];
+            while asker.receive().is_some() {}
+            std::iter::from_fn(|| other.receive())
+                .find(|(_, f)| f.len() > 280 && f[..6] == Rig::mac(2).0 && f[34..38] == [0, 67, 0, 68])
+        });
     });
 }
 

@@ -124,12 +124,14 @@ struct State {
     link: Link,
     access: Access,
     entries: Mutex<(u64, Vec<Entry>)>,
+    /// Held while a port or uplink is opened or removed, until the switch is told: one that is removed has been opened.
+    changes: Mutex<()>,
 }
 
 /// Serves the switch at the other end of `link` until that ends.
 fn serve(link: Link, config: &Config) {
     let access = config.switch.access.clone();
-    let state = Arc::new(State { link, access, entries: Mutex::default() });
+    let state = Arc::new(State { link, access, entries: Mutex::default(), changes: Mutex::default() });
     let mut paths = Vec::new();
     let control = match state.open_all(config, &mut paths) {
         Ok(control) => control,
@@ -171,6 +173,10 @@ fn serve(link: Link, config: &Config) {
 impl State {
     fn entries(&self) -> MutexGuard<'_, (u64, Vec<Entry>)> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn changes(&self) -> MutexGuard<'_, ()> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn tell(&self, told: &Told, fd: Option<&dyn AsFd>) {
@@ -249,10 +255,13 @@ impl State {
             Err(err) => Err(err),
             Ok(Request::Add { port }) => self.open_port(&port, Some(asker)),
             Ok(Request::AddUplink { uplink }) => self.open_uplink(&uplink, Some(asker)),
+            Ok(Request::Remove { name }) => {
+                let _changes = self.changes();
+                self.forget(|e| e.name == name);
+                self.tell(&Told::Asked(Request::Remove { name }), Some(&stream));
+                return Ok(());
+            }
             Ok(request) => {
-                if let Request::Remove { name } = &request {
-                    self.forget(|e| e.name == *name);
-                }
                 self.tell(&Told::Asked(request), Some(&stream));
                 return Ok(());
             }
@@ -313,6 +322,7 @@ impl State {
     /// Opens a port for the switch, whose answer goes to `asker`.
     fn open_port(self: &Arc<Self>, config: &PortConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_port(config)?;
+        let _changes = self.changes();
         let id = self.enter("port", &config.name, asker)?;
         let opened = self.open_source(id, config);
         match opened.with_context(|| format!("port {}", config.name)) {
@@ -355,8 +365,9 @@ impl State {
             Role::Client => {
                 let (own, theirs) = UnixStream::pair()?;
                 let path = config.socket.clone();
+                let link = Link::over(own.try_clone()?.into());
                 let name = format!("dial-{}", config.name).chars().take(15).collect();
-                std::thread::Builder::new().name(name).spawn(move || dial(&path, own))?;
+                std::thread::Builder::new().name(name).spawn(move || dial(&path, own, &link))?;
                 Ok(theirs.into())
             }
         }
@@ -364,6 +375,7 @@ impl State {
 
     fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_uplink(config)?;
+        let _changes = self.changes();
         let id = self.enter("uplink", &config.name, asker)?;
         match Opened::open(config).with_context(|| format!("uplink {}", config.name)) {
             Ok((opened, fd)) => {
@@ -377,8 +389,9 @@ impl State {
     }
 }
 
-/// Connects to `path` for each byte received, and sends the connection back, until the other end hangs up.
-fn dial(path: &Path, channel: UnixStream) {
+/// Connects to `path` for each byte received on `channel`, and sends the connection back over `link`, which is the same socket, until
+/// the other end hangs up.
+fn dial(path: &Path, channel: UnixStream, link: &Link) {
     while matches!((&channel).read(&mut [0]), Ok(1)) {
         let stream = loop {
             match UnixStream::connect(path) {
@@ -388,8 +401,7 @@ fn dial(path: &Path, channel: UnixStream) {
             }
         };
         // The other end may have hung up.
-        let Ok(other) = channel.try_clone() else { return };
-        let _gone = Link::over(other.into()).send(&(), Some(stream.as_fd()));
+        let _gone = link.send(&(), Some(stream.as_fd()));
     }
 }
 

@@ -69,8 +69,9 @@ impl Endpoint {
         match &self.0 {
             Source::Listener(listener) => listener.accept().map(|(stream, _)| stream),
             Source::Dialer(channel) => {
+                let link = Link::over(channel.try_clone()?.into());
                 (&*channel).write_all(&[0])?;
-                match Link::over(channel.try_clone()?.into()).receive::<()>()? {
+                match link.receive::<()>()? {
                     Some(((), Some(stream))) => Ok(stream.into()),
                     _ => Err(io::ErrorKind::UnexpectedEof.into()),
                 }
@@ -81,11 +82,13 @@ impl Endpoint {
     /// Serves one front-end after the other until [`Stop::now`].
     pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &Stop) {
         while !stop.is_set() {
-            let Ok(stream) = self.next() else {
+            // An error: there are too few descriptors, for example. The front-end connects again.
+            let next = self.next().and_then(|stream| Ok((stop.watch(&stream)?, stream)));
+            let Ok((goes_on, stream)) = next else {
                 std::thread::park_timeout(RETRY);
                 continue;
             };
-            if !stop.watch(&stream) {
+            if !goes_on {
                 return;
             }
             tracing::info!(port = port.name(), "front-end connected");
@@ -141,12 +144,14 @@ impl Stop {
     }
 
     /// Registers the connection that is served from now on. False: the endpoint is stopped.
-    fn watch(&self, stream: &UnixStream) -> bool {
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    fn watch(&self, stream: &UnixStream) -> io::Result<bool> {
         let mut watched = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let Ok(own) = stream.try_clone() else { return false };
-        *watched = Some(own);
+        *watched = Some(stream.try_clone()?);
         // [`Stop::now`] sets the flag before it looks for a connection.
-        !self.is_set()
+        Ok(!self.is_set())
     }
 
     fn forget(&self) {

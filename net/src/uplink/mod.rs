@@ -23,8 +23,9 @@ use crate::forwarding::held::Held;
 use crate::forwarding::opens;
 use crate::forwarding::view::View;
 use crate::frames::frame::{ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
-use crate::frames::headers::LOOK;
+use crate::frames::headers::{LOOK, is_tagged};
 use crate::frames::offload::Layers;
+use crate::policy::port::Vlan;
 use crate::ports::counters::Reason;
 use crate::vring::queue::Negotiated;
 use crate::vring::ring::Segment;
@@ -161,6 +162,11 @@ fn send(link: &dyn Link, frame: &Frame<'_>) -> io::Result<()> {
 pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) -> Done {
     let attached = &sender.view.ports()[dest];
     let Some(uplink) = &attached.uplink else { return Done::Dropped(Reason::Down) };
+    // A port with MACs is a service, which would take a transparent guest's own tag for a VLAN of the switch.
+    let own_tags = sender.policy.vlan == Vlan::Transparent && !sender.policy.uplink;
+    if own_tags && !attached.policy.macs.is_empty() && is_tagged(frame.prefix) {
+        return Done::Dropped(Reason::Vlan);
+    }
     // The queue's lock is the uplink's, and its holder may write the counters.
     let Some(guard) = attached.port.rx(0).try_lock() else { return sender.wait(dest, Reason::Busy) };
     let counters = guard.counters();

@@ -13,6 +13,9 @@ use super::Link;
 use crate::frames::frame::MAX_FRAME;
 use crate::vring::queue::Negotiated;
 
+/// Bytes of the longest frame that passt takes. It closes the connection over which a longer one comes (versions since 2024).
+const LONGEST: usize = 65_535;
+
 /// Data in flight in each direction.
 #[derive(Default)]
 struct Buffered {
@@ -115,9 +118,12 @@ impl Link for Passt {
     }
 
     fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
+        let len: usize = pieces.iter().map(|p| p.iov_len).sum();
+        if len > LONGEST {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
         buffered.flush(&self.stream)?;
-        let len: usize = pieces.iter().map(|p| p.iov_len).sum();
         let mut bytes = Vec::with_capacity(4 + len);
         bytes.extend((len as u32).to_be_bytes());
         for p in pieces {
