@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::net::UdpSocket;
+use std::net::{TcpStream, UdpSocket};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -327,5 +327,25 @@ fn an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces() {
             over.store(true, Ordering::Relaxed);
             assert_eq!(foreign, 0);
         });
+    });
+}
+
+#[test]
+fn a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports() {
+    alone("a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports", || {
+        sh("ip link add out type veth peer name far; ip link set far up; ip link set out up
+            ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("switch.toml");
+        std::fs::write(&file, "[[uplink]]\nname = 'out'\nuser = 'passt'\ntcp-ports = ['8080:80']\n").unwrap();
+        for round in 0..20 {
+            let mut switch = Switch::start(1, &["--config", file.to_str().unwrap()]);
+            wait_for("a forwarded port", || {
+                assert!(!switch.log().contains("passt ended"), "round {round}: {}", switch.log());
+                TcpStream::connect("192.0.2.7:8080").ok()
+            });
+            switch.child.kill().unwrap();
+            switch.child.wait().unwrap();
+        }
     });
 }
