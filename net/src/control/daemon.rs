@@ -222,6 +222,13 @@ impl Daemon {
                 }
                 return None;
             }
+            Told::Renewed(name, opened) => {
+                let renewed = fd.map_or(Ok(()), |fd| self.renew_uplink(&name, opened, fd));
+                if let Err(err) = renewed {
+                    tracing::error!("{err:#}");
+                }
+                return None;
+            }
             Told::Metrics(_) | Told::Started | Told::Failed(_) => return None,
         };
         Some(match outcome {
@@ -276,6 +283,7 @@ impl Daemon {
         let policy = self.services.policy(config);
         // Until the port is in both lists, none removes it.
         let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
+        anyhow::ensure!(!self.is_stopping(), "port {name}: the switch ends; start it again");
         self.switch.attach(Attached::guest(port.clone(), policy)).map_err(|d| self.explain(&d, name))?;
         let served = self.services.give(config).and_then(|()| {
             let offered = if config.offload { OFFERED } else { PLAIN };
@@ -350,6 +358,19 @@ impl Daemon {
             uplink: Some(Arc::new(Uplink::new(link))),
             capture: None,
         })?;
+        Ok(())
+    }
+
+    /// Gives the uplink `name` another device, if it is still there.
+    fn renew_uplink(&self, name: &str, opened: Opened, fd: OwnedFd) -> anyhow::Result<()> {
+        let link = opened.link(fd).with_context(|| format!("uplink {name}"))?;
+        let uplink = Arc::new(Uplink::new(link));
+        // The same ports contain no duplicate.
+        let _never = self.switch.edit(|ports| {
+            if let Some(a) = ports.iter_mut().find(|a| a.port.name() == name && a.uplink.is_some()) {
+                a.uplink = Some(uplink);
+            }
+        });
         Ok(())
     }
 

@@ -138,8 +138,9 @@ impl Worker {
             }
             let (mut worked, mut mark) = (false, now);
             for turn in &mut self.turns {
-                for n in 0..turn.count {
-                    let at = turn.first + (turn.next + n) % turn.count;
+                for _ in 0..turn.count {
+                    let at = turn.first + turn.next;
+                    turn.next = if turn.next + 1 == turn.count { 0 } else { turn.next + 1 };
                     let (port, queue) = self.queues[at];
                     match self.forwarder.pass(&self.view, port, queue, now) {
                         Pass::Idle => continue,
@@ -153,7 +154,6 @@ impl Worker {
                         }
                         Pass::Broken(why) => stop_port(&self.view, port, now, &why),
                     }
-                    turn.next = (turn.next + n + 1) % turn.count;
                     break;
                 }
             }

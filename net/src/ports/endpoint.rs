@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
 use crate::control::link::Link;
@@ -34,6 +35,19 @@ enum Source {
 /// The pause before another try to connect, or for descriptors to become free.
 pub(crate) const RETRY: Duration = Duration::from_millis(200);
 
+/// Connects to the socket at `path`, without waiting for room at it.
+///
+/// # Errors
+/// No process listens there, or (`WouldBlock`) more wait for it than it has room for.
+pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
 /// Listens at `path`. Replaces a socket that a dead server left.
 ///
 /// # Errors
@@ -45,7 +59,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
             let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
             return Err(named(err));
         }
-        if UnixStream::connect(path).is_ok() {
+        let full = |err: &io::Error| err.kind() == io::ErrorKind::WouldBlock;
+        if connect(path).map_or_else(|err| full(&err), |_| true) {
             let text = "another server listens there; stop it or choose another path";
             return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
         }
