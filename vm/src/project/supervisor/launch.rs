@@ -103,6 +103,7 @@ impl Supervisor {
         let ended = move |machine: &Arc<Machine>, exit, inside| own.ended(machine, exit, inside);
         let machine = Machine::start(start, ended).inspect_err(|_| self.leave_zones(&name, zones.keys()))?;
         self.lock().machines.insert(name, machine.clone());
+        self.tend_places();
         Ok(machine)
     }
 
