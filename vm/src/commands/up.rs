@@ -66,6 +66,9 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
         wish.vms = project.compose.vm.keys().filter(wanted).cloned().collect();
         if wish.vms.is_empty() {
             crate::say!("all VMs were stopped by 'down VM'; start them with 'tombolo up'");
+            if options.attach {
+                tell_ready()?;
+            }
             return Ok(ExitCode::SUCCESS);
         }
     }
@@ -85,10 +88,15 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
     finish(outcome)
 }
 
+/// Tells a service manager that all that is to be up is up; one that is not told takes an end for a failure.
+fn tell_ready() -> std::io::Result<()> {
+    sd_notify::notify(false, &[sd_notify::NotifyState::Ready])
+}
+
 /// Stays until Ctrl-C or SIGTERM, which take the project down, or until it is down. A service manager that waits for it is told that all is up.
 fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
-    sd_notify::notify(false, &[sd_notify::NotifyState::Ready])?;
+    tell_ready()?;
     if !json {
         crate::say!("Ctrl-C takes everything down");
     }
