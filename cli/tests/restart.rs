@@ -226,3 +226,16 @@ fn the_unit_ends_without_a_failure_where_down_has_stopped_all_vms() {
     assert_eq!(code, 0, "{words}");
     lab.assert_nothing_left();
 }
+
+#[test]
+fn a_unit_that_is_stopped_as_soon_as_it_is_ready_takes_its_project_down() {
+    for _ in 0..10 {
+        let lab = lab("");
+        let unit = Unit::start(&lab);
+        unit.wait_ready();
+        signal(unit.up.id(), "TERM");
+        let (code, words) = unit.ended();
+        assert_eq!(code, 0, "{words}");
+        lab.assert_nothing_left();
+    }
+}

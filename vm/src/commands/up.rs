@@ -12,6 +12,7 @@ use crate::compose::{Project, network};
 use crate::host;
 use crate::project::changes::{self, Action, Side, Wish};
 use crate::project::control::{Event, Request};
+use crate::project::session::{self, Signals};
 use crate::project::state::StateDir;
 use crate::project::{peer, preflight, state, stopped};
 
@@ -76,13 +77,15 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
         return dry_run(project, wish, json);
     }
     let vms = wish.vms.clone();
+    // From here on, so that none is lost that comes after the start and before the wait.
+    let signals = options.attach.then(session::signals).transpose()?;
     let outcome = start(&project, wish, options.wait, json)?;
     if outcome == Outcome::Done {
         if !options.boot {
             stopped::remove(&project, &vms)?;
         }
-        if options.attach {
-            return stay(&project, json);
+        if let Some(signals) = signals {
+            return stay(&project, signals, json);
         }
     }
     finish(outcome)
@@ -94,13 +97,13 @@ fn tell_ready() -> std::io::Result<()> {
 }
 
 /// Stays until Ctrl-C or SIGTERM, which take the project down, or until it is down. A service manager that waits for it is told that all is up.
-fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
+fn stay(project: &Project, signals: Signals, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
     tell_ready()?;
     if !json {
         crate::say!("Ctrl-C takes everything down");
     }
-    match client::attach(project) {
+    match client::attach(project, signals) {
         Ok(()) => down(project, Vec::new(), json),
         // A supervisor that was told to end takes its folder along, one that died does not.
         Err(_) if !dir.path().exists() => {
