@@ -10,7 +10,7 @@
  */
 #include "tfs_internal.h"
 
-#define CHAIN 4u /* of dead members of whom each died while it recovered the next; bounds the stack */
+#define CHAIN 4u /* recoveries within each other, where each dead member died while it recovered the next; bounds the stack */
 
 /* --- transactions ----------------------------------------------------------------------------------------------- */
 
@@ -26,7 +26,7 @@ static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, 
 	return 0;
 }
 
-/* What the recovery of one member finds in its transactions. */
+/* The findings of one member's recovery in its transactions. */
 struct settling {
 	tmb_u8 tag;
 	tmb_u64 budget;	 /* blocks of trees that are still looked at */
