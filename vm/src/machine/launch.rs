@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -151,7 +151,8 @@ fn consoles(
 }
 
 impl Machine {
-    /// Starts QEMU and waits until its monitor answers. The guest does not run yet: see [`Machine::follow`].
+    /// Starts QEMU and waits until its monitor answers. The guest does not run yet: see [`Machine::follow`]. `registered` gets the machine
+    /// before that wait, which [`Machine::cancel`] ends.
     ///
     /// When QEMU has ended, a thread of its own calls `ended` once. `ended` must call [`Machine::set_ended`], and drop its third argument
     /// when everything that follows from the end has been noted.
@@ -161,6 +162,7 @@ impl Machine {
     pub fn start(
         mut start: Start<'_>,
         ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+        registered: impl FnOnce(&Arc<Machine>),
     ) -> anyhow::Result<Arc<Machine>> {
         let started = Instant::now();
         let zones = start.zones.iter().map(|(name, zone_use, _)| (name.clone(), zone_use.clone())).collect();
@@ -200,6 +202,7 @@ impl Machine {
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
         machine.watch(qemu, ended)?;
+        registered(&machine);
         machine.connect(own.monitor)?;
         Ok(machine)
     }
@@ -217,6 +220,7 @@ impl Machine {
             Err(e) => {
                 self.process.kill();
                 self.wait_end(QUIT);
+                anyhow::ensure!(!self.cancelled.load(Ordering::Acquire), "cancelled");
                 Err(self.failure(&e.to_string()))
             }
         }
