@@ -4,7 +4,7 @@
 //! the passt that it has started and waits for its end, so that the ports of the host are free. A stopped one (SIGSTOP) ends too.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -222,10 +222,9 @@ fn rests(stop: &Event, time: Duration) -> bool {
     loop {
         let left = end.saturating_duration_since(Instant::now());
         let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut [PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN)], Some(&left)) {
-            Ok(n) => return n > 0,
-            // A signal.
-            Err(_) => {}
+        // An error: a signal.
+        if let Ok(n) = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&left)) {
+            return n > 0;
         }
     }
 }
