@@ -21,7 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const FRAGMENTS: u64 = 256 << 10;
 
 /// The resources of a server, beside its memory.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 struct Has {
     descriptors: usize,
     threads: usize,
@@ -30,6 +30,13 @@ struct Has {
     groups: usize,
     /// The entries of the server's folder for temporary files.
     scratch: Vec<String>,
+}
+
+impl Has {
+    /// Whether there is no more than in `other` of what may also belong to a connection that is just ending.
+    fn is_within(&self, other: &Has) -> bool {
+        self.descriptors <= other.descriptors && self.threads <= other.threads
+    }
 }
 
 fn entries(folder: impl AsRef<Path>) -> Vec<String> {
@@ -141,9 +148,16 @@ fn clients_that_come_and_go_however_leave_no_memory_descriptor_thread_group_or_f
     clients(&server, count / 2);
     let (before, had) = (has(pid, &scratch), memory(pid));
     clients(&server, count - count / 2);
-    let (after, got) = (has(pid, &scratch), memory(pid));
+    let mut after = has(pid, &scratch);
+    // The threads that answered the last client and the last question end after their answers.
+    let begun = Instant::now();
+    while !after.is_within(&before) && begun.elapsed() < TIMEOUT {
+        std::thread::sleep(Duration::from_millis(1));
+        after = has(pid, &scratch);
+    }
+    let got = memory(pid);
     println!("{count} clients: {had} bytes of private memory at half, {got} at the end; {after:?}");
-    assert_eq!(before, after);
+    assert!(after.is_within(&before), "{before:?}, then {after:?}");
     assert_eq!((after.children, after.groups, after.scratch.len()), (0, 0, 0));
     assert!(got <= had + FRAGMENTS, "{had} bytes, then {got}");
     server.end();

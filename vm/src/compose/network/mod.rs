@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Networks as the compose file declares them.
 //!
-//! - [`leases`]: the MACs and addresses of VMs.
+//! - `leases`: the MACs and addresses of VMs.
 //! - `subnet`: IPv4 subnets; `check`: refuses what a switch can't do.
 
 use std::collections::BTreeMap;
