@@ -46,6 +46,7 @@ static void keep_tree(struct tfs *fs, tmb_u64 root, struct settling *s)
 static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct settling *s)
 {
 	struct tfs_inode *inode;
+	tmb_u32 owner;
 
 	if (ino == TFS_TX_ITABLE) {
 		keep_tree(fs, tmb_load(&tfs_sb(fs)->itable_root), s);
@@ -59,8 +60,8 @@ static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct settling *s)
 	keep_tree(fs, tmb_load(&inode->index_root), s);
 	keep_tree(fs, tmb_load(&inode->xattr_root), s);
 	keep_tree(fs, tmb_load(&inode->locks), s);
-	/* The dead member may have linked or unlinked blocks that it did not count any more. */
-	if (!s->damaged)
+	/* The dead member may have linked or unlinked blocks that it did not count any more. Without its lock, another member may be changing the file now. */
+	if (!s->damaged && tfs_lock_held(&inode->lock, &owner) && owner + 1 == s->tag)
 		tfs_count_blocks(fs, inode, (tmb_s64)(s->linked - tmb_load(&inode->blocks)));
 }
 

@@ -374,7 +374,7 @@ int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct 
 	w.inode = inode;
 	w.h = h;
 	err = wait_in_queue(fs, lock, &w, &place);
-	if (err == -ESTALE) { /* there is no lock any more */
+	if (err < 0 && is_gone(inode, h)) { /* there is no lock any more */
 		if (place)
 			dequeue(place);
 		return err;

@@ -74,6 +74,18 @@ struct Queue {
     reasons: u64,
 }
 
+impl Queue {
+    /// Returns the number of waiters that were tried in this turn.
+    fn tried(&self, turn: u64) -> usize {
+        self.waiters.partition_point(|waiter| waiter.turn == turn)
+    }
+
+    /// Takes the first waiter that was not tried in this turn out of the queue.
+    fn take_untried(&mut self, turn: u64) -> Option<Waiter> {
+        self.waiters.remove(self.tried(turn))
+    }
+}
+
 /// The locks of one mount.
 #[derive(Default)]
 pub struct Locks {
@@ -259,13 +271,16 @@ impl Locks {
             let seen = waiting.reasons;
             turn += 1;
             // One by one and without the mutex: a lock may wait for a suspended member, and meanwhile other requests are taken or interrupted.
-            while waiting.waiters.front().is_some_and(|waiter| waiter.turn != turn) {
-                let Some(mut waiter) = waiting.waiters.pop_front() else { break };
+            // Those that were tried stay in front, so the order is that of their arrival.
+            while let Some(mut waiter) = waiting.take_untried(turn) {
                 drop(waiting);
                 waiter.turn = turn;
                 let left = self.try_again(fs, waiter);
                 waiting = queue(self);
-                waiting.waiters.extend(left);
+                if let Some(waiter) = left {
+                    let at = waiting.tried(turn);
+                    waiting.waiters.insert(at, waiter);
+                }
             }
             let time = if self.has_bell.load(Ordering::SeqCst) { LOOK_ANYWAY } else { LOOK };
             let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);

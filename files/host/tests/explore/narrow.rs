@@ -233,6 +233,35 @@ fn members_that_recover_two_dead_ones_at_once_of_whom_one_recovered_the_other_lo
 }
 
 #[test]
+fn a_recovery_leaves_the_block_count_of_a_file_that_a_living_member_writes_to_that_member() {
+    const DEAD: u32 = 1;
+    for place in 1.. {
+        let zone = Zone::new(|_| {});
+        let [dead, writer, other] = [DEAD, 7, 8].map(|m| zone.open(m, false).expect("open"));
+        // It died at the end of the file's creation, when others could see the file.
+        let made = file(&dead, "made", b"");
+        dead.abandon();
+        zone.begins(DEAD, 0, &[made]);
+        zone.declare_dead(DEAD);
+        let ran = zone.run(
+            Plan::new(0, vec![(0, place)], Vec::new(), true),
+            vec![
+                Box::new(|| assert_eq!(writer.pwrite(made, &[1; 20_000], 0, false), Ok(20_000))),
+                Box::new(|| other.recover(DEAD).expect("recovery")),
+            ],
+        );
+        let ran = ran.expect("both end");
+        // Five blocks and a node.
+        assert_eq!(writer.getattr(made).expect("attributes").blocks, 6, "recovered before access {place}");
+        [writer, other].into_iter().for_each(Filesystem::abandon);
+        zone.assert_clean(&[7, 8]);
+        if place > ran.steps[0] {
+            break;
+        }
+    }
+}
+
+#[test]
 fn a_member_that_comes_back_after_it_died_frozen_freezes_again() {
     let zone = Zone::new(|_| {});
     let fs = zone.open(4, false).expect("open");
