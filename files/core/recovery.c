@@ -10,11 +10,11 @@
  */
 #include "tfs_internal.h"
 
-#define CHAIN 4u /* of dead members of whom each died while it recovered the next; bounds the stack */
+#define CHAIN 4u /* recoveries within each other, where each dead member died while it recovered the next; bounds the stack */
 
 /* --- transactions ----------------------------------------------------------------------------------------------- */
 
-/* What the recovery of one member finds in its transactions. */
+/* The findings of one member's recovery in its transactions. */
 struct settling {
 	tmb_u8 tag;
 	tmb_u64 budget;	 /* blocks of trees that are still looked at */

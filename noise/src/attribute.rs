@@ -14,12 +14,12 @@ use crate::recording::Gap;
 use crate::source::{Kind, Source};
 use crate::timeline::{self, Span, Timeline};
 
-/// What the machine and the tracing take. In ticks.
+/// Costs of the machine and of tracing, in ticks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
     /// The longest way into a handler or thread before its first event, and out of it after its last.
     pub edge: u64,
-    /// What the recording of one event takes.
+    /// The cost of recording one event.
     pub event: u64,
     /// Time that a hypervisor has told of as stolen.
     pub steal: u64,
@@ -28,7 +28,7 @@ pub struct Limits {
 /// A part of a gap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Who had it.
+    /// The occupant of the CPU.
     pub source: Source,
     /// Ticks.
     pub ticks: u64,
@@ -109,7 +109,7 @@ fn one(gap: &Gap, spans: &[Span], faults: &[u64], limits: &Limits) -> Explained 
     explained
 }
 
-/// What is left of a gap between spans, each with the source beside it.
+/// The parts of a gap that lie between spans, each with the source beside it.
 fn between<'a>(gap: &Gap, owned: &'a [Span]) -> Vec<(Segment, Option<&'a Source>)> {
     let mut segments = Vec::new();
     let (mut at, mut before) = (gap.start, None);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `tombolo noise` takes and prints, whatever is measured.
+//! The arguments and the output that `noise host` and `noise VM` share.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::report::{Below, Report, VERSION, report};
 use crate::run::Measurement;
 use crate::{plot, table};
 
-/// What is measured, and how it is shown.
+/// The options of a measurement and of its output.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// What is measured

@@ -60,7 +60,7 @@ impl GuestClock {
     /// A timeline of the host's, by the guest's clock.
     #[must_use]
     pub fn joined(&self, host: &Timeline) -> Timeline {
-        // What recording them took was the host's time, not known here.
+        // Recording them took the host's time, which is not known here.
         let span = |span: &Span| Span {
             start: self.guest(span.start),
             end: self.guest(span.end),

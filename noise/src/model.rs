@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What measured noise would cost a bulk-synchronous program: a model, not a measurement. In each step every rank does a quantum of fixed work,
+//! The cost of measured noise to a bulk-synchronous program: a model, not a measurement. In each step every rank does a quantum of fixed work,
 //! then all wait for the last one. Each rank's quantum is drawn from the measured ones, independently of the others.
 //!
 //! The longest of N draws from m measured quanta is not found by drawing: it is at most the i-th smallest quantum with the probability (i/m)^N,
@@ -17,7 +17,7 @@ const OUTSIDE: f64 = 0.05;
 /// The generator's seed, so that the same quanta give the same bounds.
 const SEED: u64 = 0x746f_6d62_6f6c_6f00;
 
-/// What the model says for a number of ranks. Times are in nanoseconds.
+/// The model's result for a number of ranks. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Step {
     /// Ranks.

@@ -22,7 +22,7 @@ pub struct Gap {
     pub smis: u32,
 }
 
-/// What was measured on one CPU in one phase.
+/// The measurements of one CPU in one phase.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
     /// The CPU.
@@ -47,7 +47,7 @@ pub struct Record {
     pub time: Vec<u32>,
 }
 
-/// What a collector wrote.
+/// The output of one collector.
 #[derive(Clone, Debug, Default)]
 pub struct Recording {
     /// Ticks per second.
@@ -58,7 +58,7 @@ pub struct Recording {
     pub units: u64,
     /// Ticks of a slot of fixed time.
     pub slot: u64,
-    /// What is missing, for the user.
+    /// Each missing capability or file, in words for the user.
     pub notes: Vec<String>,
     /// CPUs without tracing.
     pub plain: Vec<Record>,

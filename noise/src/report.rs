@@ -19,7 +19,7 @@ const EDGE_EVENTS: u64 = 20;
 /// The bounds of that way in nanoseconds, where recording is very cheap (or its cost unknown) or very dear (under emulation).
 const EDGE_NS: std::ops::RangeInclusive<u64> = 1_000..=100_000;
 
-/// What was found.
+/// The result of a run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// [`VERSION`].
@@ -34,19 +34,19 @@ pub struct Report {
     pub traced: bool,
     /// The measured CPUs.
     pub cpus: Vec<Cpu>,
-    /// What interrupted them, the dearest first.
+    /// The sources of their interruptions, the dearest first.
     pub sources: Vec<Row>,
-    /// What held up the vCPUs' threads by the host's own account, where the clocks of guest and host could not be joined. It is not part of `sources`.
+    /// Interruptions of the vCPUs' threads by the host's own account, where the clocks of guest and host could not be joined. They are not part of `sources`.
     pub host: Vec<Row>,
-    /// What tracing took.
+    /// The cost of tracing.
     pub tracing: Option<Tracing>,
-    /// What the noise would cost a bulk-synchronous program, where that was asked for.
+    /// The modelled cost to a bulk-synchronous program, with `--model-ranks`.
     pub model: Vec<Step>,
-    /// What is missing, with the remedy.
+    /// Each missing capability or file, with its remedy.
     pub notes: Vec<String>,
 }
 
-/// What was measured on a CPU.
+/// The measurements of a CPU.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Cpu {
     /// Its number.
@@ -106,11 +106,11 @@ pub struct Row {
     pub us_per_second: f64,
     /// Its largest part of a gap, in microseconds.
     pub longest_us: f64,
-    /// What helps.
+    /// The remedy.
     pub remedy: String,
 }
 
-/// What tracing took, on one CPU.
+/// The cost of tracing on one CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Tracing {
     /// Nanoseconds for the recording of one event.
@@ -125,16 +125,16 @@ pub struct Tracing {
     pub lost: u64,
 }
 
-/// What the host recorded below a guest.
+/// The host's recording below a guest.
 #[derive(Clone, Debug, Default)]
 pub struct Below {
-    /// What held up the thread of each vCPU, by the guest's CPU and the guest's clock.
+    /// Interruptions of the thread of each vCPU, by the guest's CPU and the guest's clock.
     pub joined: BTreeMap<u32, Timeline>,
     /// The same by the host's clock, for vCPUs whose clock is not known, with the length of the recording in ticks.
     pub apart: Vec<(Timeline, u64)>,
     /// Ticks per second of the host.
     pub hz: u64,
-    /// What is missing.
+    /// Each missing capability or file.
     pub notes: Vec<String>,
 }
 
@@ -250,7 +250,7 @@ fn rows<'a>(parts: impl Iterator<Item = (&'a Source, f64)>, cpu_seconds: f64) ->
     rows
 }
 
-/// What the host saw of vCPUs whose clocks are not joined. A thread that sleeps, as in the guest's idle time, is not held up.
+/// The host's view of vCPUs whose clocks are not joined. A thread that sleeps, as in the guest's idle time, is not held up.
 fn apart(below: &Below) -> Vec<Row> {
     let us = |ticks: u64| ticks as f64 * 1e6 / below.hz.max(1) as f64;
     let seconds: f64 = below.apart.iter().map(|(_, ticks)| us(*ticks) / 1e6).sum();

@@ -16,7 +16,7 @@ use crate::recording::{self, Recording};
 pub const COLLECTOR: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/collector"));
 /// The longest output that is read of a collector: the text of full buffers of many CPUs.
 pub const LONGEST: usize = 1 << 30;
-/// What the collector writes once it records.
+/// The line that the collector writes once it records.
 const WATCHING: &str = "watching";
 
 /// What is measured.
@@ -71,7 +71,7 @@ pub struct Collector {
     child: Child,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
-    /// What was read of its output already.
+    /// The part of its output that was read already.
     read: Vec<u8>,
 }
 
@@ -126,7 +126,7 @@ impl Collector {
     /// Waits for its end and reads what it recorded.
     ///
     /// # Errors
-    /// What the collector says.
+    /// The collector's messages.
     pub fn finish(mut self) -> Result<Recording> {
         let room = LONGEST.saturating_sub(self.read.len());
         (&mut self.output).take(room as u64).read_to_end(&mut self.read)?;

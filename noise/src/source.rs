@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What took a CPU from a program, and what helps against it.
+//! Sources: the causes that take a CPU from a program, each with its remedy.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Whose kernel recorded it.
+/// The kernel that recorded it: the host's or the guest's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Place {
@@ -48,7 +48,7 @@ pub enum Kind {
 /// A source of noise.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Source {
-    /// Whose kernel recorded it.
+    /// The kernel that recorded it: the host's or the guest's.
     pub place: Place,
     /// Its kind.
     pub kind: Kind,
@@ -69,7 +69,7 @@ impl Source {
         self
     }
 
-    /// What an administrator does about it.
+    /// The administrator's remedy.
     pub fn remedy(&self) -> &'static str {
         match self.kind {
             Kind::Timer => "nohz_full=CPUS on the kernel's command line stops the tick while one thread runs",

@@ -14,13 +14,13 @@ pub struct Span {
     pub start: u64,
     /// Ticks at its end; not before its begin.
     pub end: u64,
-    /// Who had it.
+    /// The occupant of the CPU.
     pub source: Source,
     /// The span began with an event, whose recording took time of it.
     pub recorded: bool,
 }
 
-/// What is known of a CPU, or of the thread that is measured.
+/// The state of a CPU, or of the thread that is measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Timeline {
     /// In order, without overlaps.
@@ -66,7 +66,7 @@ impl Cpu {
         }
     }
 
-    /// Who has the CPU, where that is not the thread `measured`.
+    /// The occupant of the CPU, unless that is the thread `measured`.
     fn owner(&self, measured: u32) -> Option<Source> {
         if let Some((_, source)) = self.stack.last() {
             return Some(source.clone());

@@ -182,7 +182,7 @@ pub fn filter_calls() -> io::Result<()> {
     set(allowed, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32))
 }
 
-/// Makes a process of root one of the user `named`. Without a name it takes `tombolo`, or `nobody` where there is no `tombolo`. A user
+/// Changes root's process to the user `named`. Without a name it takes `tombolo`, or `nobody` where there is no `tombolo`. A user
 /// namespace may have no other user: the process stays root there, which is an ordinary user outside.
 ///
 /// # Errors

@@ -4,7 +4,7 @@
 //!
 //! It measures twice for as long as it is told: without tracing, which is the noise as programs have it, and with tracing, which names the
 //! causes. With `--watch` it measures nothing and traces until its standard input ends. In both cases it stops when its standard input ends, so
-//! that it never outlives whoever started it.
+//! that it never outlives the process that started it.
 //!
 //! - [`clock`]: how fast the time-stamp counter is.
 //! - [`cpus`]: the CPUs that are measured.

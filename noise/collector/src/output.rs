@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the collector writes: lines of words, read by `noise/src/recording.rs`. The last line is `end`, so that half of an output is never taken
+//! The collector's output: lines of words, read by `noise/src/recording.rs`. The last line is `end`, so that half of an output is never taken
 //! for all of it.
 
 use std::io::{self, BufRead, Write};
@@ -30,7 +30,7 @@ pub fn line(out: &mut impl Write, text: &str) -> Result<(), String> {
     writeln!(out, "{text}").map_err(|e| format!("the output can't be written: {e}"))
 }
 
-/// What was measured on one CPU.
+/// The measurements of one CPU.
 ///
 /// # Errors
 /// It can't be written.

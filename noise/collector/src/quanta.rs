@@ -24,7 +24,7 @@ const FASTEST: usize = 8;
 /// `MSR_SMI_COUNT` of Intel's processors: system management interrupts since reset.
 const MSR_SMI_COUNT: u64 = 0x34;
 
-/// What is measured on each CPU. Times are in ticks of the time-stamp counter.
+/// The settings of a measurement on each CPU. Times are in ticks of the time-stamp counter.
 #[derive(Clone)]
 pub struct Plan<'a> {
     pub begin: u64,
@@ -53,7 +53,7 @@ pub struct Gap {
     pub smis: u32,
 }
 
-/// What was measured on one CPU.
+/// The measurements of one CPU.
 #[derive(Clone, Debug, Default)]
 pub struct Record {
     pub cpu: u32,

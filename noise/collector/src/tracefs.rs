@@ -24,7 +24,7 @@ const PAGES: usize = 32;
 const ROUNDS: usize = 32;
 const TURNS: usize = 8;
 
-/// What takes a CPU from a program. Groups without a list have all of their events.
+/// Trace events that show a CPU taken from a program, by group. A group without a list records all of its events.
 const EVENTS: [(&str, &[&str]); 6] = [
     ("sched", &["sched_switch"]),
     ("irq", &["irq_handler_entry", "irq_handler_exit", "softirq_entry", "softirq_exit"]),
@@ -41,7 +41,7 @@ const NOT_INTERRUPTS: &str = "vector_";
 /// The root of tracefs. Where it is not mounted, it is mounted for this process alone.
 ///
 /// # Errors
-/// What is missing, and the remedy.
+/// The missing capability or file, and the remedy.
 pub fn find() -> Result<PathBuf, String> {
     for place in PLACES.map(Path::new) {
         match fs::read_dir(place.join("instances")) {
@@ -182,7 +182,7 @@ impl Instance {
         stats.map(|text| lost(&text)).sum()
     }
 
-    /// What was recorded, as the kernel prints it.
+    /// The trace, as the kernel prints it.
     ///
     /// # Errors
     /// It can't be read.
@@ -199,7 +199,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        // What stays because somebody else reads it now is removed by the next run.
+        // The kernel keeps an instance that another process reads now; the next run removes it.
         let _ = fs::remove_dir(&self.folder);
     }
 }
