@@ -17,6 +17,10 @@ use crate::project::state::StateDir;
 const VARIABLE: &str = "TOMBOLO_CGROUP";
 /// The child in which the supervisor is.
 const OWN: &str = "supervisor";
+/// There where systemd is the host's service manager (sd_booted(3)).
+const SYSTEMD: &str = "/run/systemd/system";
+/// Extended attributes with which systemd marks a delegated cgroup.
+const DELEGATED: [&str; 2] = ["user.delegate", "trusted.delegate"];
 /// The period of a limit of processor time, in microseconds; the kernel's default.
 const PERIOD: u32 = 100_000;
 /// The remedy if no cgroup is delegated.
@@ -117,11 +121,27 @@ fn delegated() -> anyhow::Result<PathBuf> {
         Some(path) => PathBuf::from(path),
         None => {
             let own = own()?;
-            if own.ends_with(OWN) { own.parent().unwrap_or(&own).to_owned() } else { own }
+            let own = if own.ends_with(OWN) { own.parent().unwrap_or(&own).to_owned() } else { own };
+            anyhow::ensure!(
+                is_left_to_its_processes(&own, Path::new(SYSTEMD)),
+                "systemd has not delegated {}, which this process shares with others",
+                own.display()
+            );
+            own
         }
     };
     enable(&parent)?;
     Ok(parent)
+}
+
+/// Returns whether the processes of a cgroup may make others below it: without systemd, or where it has marked the group as delegated. In a group
+/// that systemd manages itself, such as that of a login session, a move of all processes would meet shells and daemons.
+fn is_left_to_its_processes(group: &Path, systemd: &Path) -> bool {
+    let is_set = |name: &&str| {
+        let mut value = [0; 1];
+        rustix::fs::getxattr(group, *name, &mut value[..]).is_ok_and(|n| value[..n] == *b"1")
+    };
+    !systemd.exists() || DELEGATED.iter().any(is_set)
 }
 
 /// This process's cgroup of version 2.
@@ -220,6 +240,20 @@ mod tests {
         fs::write(dir.path().join("cgroup.subtree_control"), "cpu memory pids\n").unwrap();
         enable(dir.path()).unwrap();
         assert_eq!(read("cgroup.subtree_control"), "cpu memory pids\n", "nothing to do");
+    }
+
+    #[test]
+    fn a_group_that_systemd_has_not_delegated_is_not_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let set = |value: &str| {
+            rustix::fs::setxattr(dir.path(), DELEGATED[0], value.as_bytes(), rustix::fs::XattrFlags::empty())
+        };
+        assert!(is_left_to_its_processes(dir.path(), &dir.path().join("no systemd")));
+        assert!(!is_left_to_its_processes(dir.path(), dir.path()));
+        set("0").unwrap();
+        assert!(!is_left_to_its_processes(dir.path(), dir.path()));
+        set("1").unwrap();
+        assert!(is_left_to_its_processes(dir.path(), dir.path()));
     }
 
     #[test]

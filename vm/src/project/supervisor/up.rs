@@ -69,16 +69,20 @@ impl Supervisor {
         turn.narrow(starting.clone());
         let (_, socket) = peer.into_raw();
         let starts = Starts::new(self, &turn, reporter, &wished);
-        let errors = starts.run(wanted, &socket);
+        let mut errors = starts.run(wanted, &socket);
         let cancelled = starts.is_cancelled();
         if errors.is_empty() && !cancelled {
             drop(turn);
             wished.extend(starting);
             return if wait { self.wait_healthy(&wished, &socket, reporter) } else { Ok(()) };
         }
-        starts.take_back(&starting);
+        let left = starts.take_back(&starting);
         self.remove_parts(&added);
-        anyhow::ensure!(!cancelled, "cancelled; everything that was started has been stopped");
+        anyhow::ensure!(
+            !cancelled || !left.is_empty(),
+            "cancelled; everything that was started has been stopped"
+        );
+        errors.extend(left);
         anyhow::bail!("{}", errors.join("\n"))
     }
 
@@ -270,6 +274,7 @@ impl<'a> Starts<'a> {
         let result = self
             .order
             .wait(&name, &depends, &find, &|| self.is_cancelled(), &waits)
+            .and_then(|()| self.supervisor.check_not_ending())
             .and_then(|()| self.supervisor.start_one(wanted, &|machine| self.register(machine), &report));
         if result.is_ok() {
             // It may reboot while others start.
@@ -292,32 +297,36 @@ impl<'a> Starts<'a> {
         }
     }
 
-    /// Stops the VMs that were started, and removes the overlays of those that were not.
-    fn take_back(&self, starting: &BTreeSet<String>) {
+    /// Stops the VMs that were started, and removes the overlays of those that were not. Returns why some are still there.
+    fn take_back(&self, starting: &BTreeSet<String>) -> Vec<String> {
+        let mut errors = Vec::new();
         for name in starting {
             let was_started = self.started().iter().any(|machine| machine.name() == name);
             if was_started {
-                self.stop(name);
+                errors.extend(self.stop(name).err().map(|e| format!("{e:#}")));
             } else if self.supervisor.machine(name).is_err() {
                 disks::discard(&self.supervisor.dir, Some(name));
             }
         }
+        errors
     }
 
     /// Stops a VM that was started, or whose reboot has begun since.
-    fn stop(&self, name: &str) {
+    ///
+    /// # Errors
+    /// Its process does not die. It stays in the list.
+    fn stop(&self, name: &str) -> anyhow::Result<()> {
         while !self.turn.reclaim(name, LOOK) {
             if let Ok(machine) = self.supervisor.machine(name) {
                 machine.cancel();
             }
         }
-        let Ok(machine) = self.supervisor.machine(name) else { return };
+        let Ok(machine) = self.supervisor.machine(name) else { return Ok(()) };
         let report = |stage: Stage, detail: &str| self.reporter.stage(name, stage, detail);
-        if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
-            crate::say!("{e:#}");
-        }
+        machine.stop(&[], Instant::now() + stop::LONGEST, &report)?;
         self.supervisor.lock().machines.remove(name);
         disks::discard(&self.supervisor.dir, Some(name));
         self.supervisor.leave_zones(name, machine.zones().keys());
+        Ok(())
     }
 }
