@@ -214,3 +214,28 @@ fn a_vm_that_down_has_stopped_stays_stopped_at_boot_until_somebody_starts_it() {
     assert_eq!(names(&lab), ["a", "b"]);
     lab.good(&["down"]);
 }
+
+#[test]
+fn the_unit_ends_without_a_failure_where_down_has_stopped_all_vms() {
+    let lab = lab("restart = \"unless-stopped\"\n");
+    lab.good(&["up"]);
+    lab.good(&["down", "a"]);
+    let unit = Unit::start(&lab);
+    unit.wait_ready();
+    let (code, words) = unit.ended();
+    assert_eq!(code, 0, "{words}");
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_unit_that_is_stopped_as_soon_as_it_is_ready_takes_its_project_down() {
+    for _ in 0..10 {
+        let lab = lab("");
+        let unit = Unit::start(&lab);
+        unit.wait_ready();
+        signal(unit.up.id(), "TERM");
+        let (code, words) = unit.ended();
+        assert_eq!(code, 0, "{words}");
+        lab.assert_nothing_left();
+    }
+}

@@ -355,3 +355,22 @@ fn a_word_to_end_is_not_lost_in_an_upgrade() {
         lab.assert_nothing_left();
     }
 }
+
+#[test]
+fn an_upgrade_of_all_projects_in_a_chroot_leaves_those_of_the_host_alone() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let supervisor = number(&lab.ps()["supervisor"]);
+    let root = lab.dir.path().join("root");
+    std::fs::create_dir(&root).unwrap();
+    let next = next(&lab, "root/next");
+    let mut shell = Command::new("unshare");
+    shell.args(["--mount", "sh", "-c"]);
+    shell.arg("for dir in /bin /usr /lib* /proc; do mkdir -p \"$0$dir\"; mount --rbind \"$dir\" \"$0$dir\"; done; chroot \"$0\" /next upgrade --all");
+    let output = shell.arg(&root).env("XDG_RUNTIME_DIR", "/run").output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).contains("under another root folder"), "{}", said(&output));
+    assert_ne!(program(supervisor), next);
+    assert_eq!(lab.ps()["vms"][0]["state"], "up");
+    lab.good(&["down"]);
+}

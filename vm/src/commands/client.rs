@@ -22,7 +22,7 @@ use tombolo_zone::door::Found;
 use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request, Stage, Status};
 use crate::project::peer::{self, Peer};
-use crate::project::session;
+use crate::project::session::{self, Signals};
 use crate::project::silent;
 use crate::project::state::StateDir;
 
@@ -280,14 +280,13 @@ fn follow_events(
     }
 }
 
-/// Waits for Ctrl-C or the supervisor's end, for `up --attach`.
+/// Waits for one of these signals or the supervisor's end, for `up --attach`.
 ///
 /// # Errors
 /// When the supervisor can't be reached.
-pub fn attach(project: &Project) -> anyhow::Result<()> {
+pub fn attach(project: &Project, signals: Signals) -> anyhow::Result<()> {
     let peer = living(project, &Request::Attend)?;
     let (_, socket) = peer.into_raw();
-    let signals = session::signals()?;
     let over = Arc::new(AtomicBool::new(false));
     let seen = over.clone();
     std::thread::Builder::new().name("signals".into()).spawn(move || {

@@ -12,6 +12,7 @@ use crate::compose::{Project, network};
 use crate::host;
 use crate::project::changes::{self, Action, Side, Wish};
 use crate::project::control::{Event, Request};
+use crate::project::session::{self, Signals};
 use crate::project::state::StateDir;
 use crate::project::{peer, preflight, state, stopped};
 
@@ -66,6 +67,9 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
         wish.vms = project.compose.vm.keys().filter(wanted).cloned().collect();
         if wish.vms.is_empty() {
             crate::say!("all VMs were stopped by 'down VM'; start them with 'tombolo up'");
+            if options.attach {
+                tell_ready()?;
+            }
             return Ok(ExitCode::SUCCESS);
         }
     }
@@ -73,26 +77,33 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
         return dry_run(project, wish, json);
     }
     let vms = wish.vms.clone();
+    // From here on, so that none is lost that comes after the start and before the wait.
+    let signals = options.attach.then(session::signals).transpose()?;
     let outcome = start(&project, wish, options.wait, json)?;
     if outcome == Outcome::Done {
         if !options.boot {
             stopped::remove(&project, &vms)?;
         }
-        if options.attach {
-            return stay(&project, json);
+        if let Some(signals) = signals {
+            return stay(&project, signals, json);
         }
     }
     finish(outcome)
 }
 
+/// Tells a service manager that all that is to be up is up; one that is not told takes an end for a failure.
+fn tell_ready() -> std::io::Result<()> {
+    sd_notify::notify(false, &[sd_notify::NotifyState::Ready])
+}
+
 /// Stays until Ctrl-C or SIGTERM, which take the project down, or until it is down. A service manager that waits for it is told that all is up.
-fn stay(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
+fn stay(project: &Project, signals: Signals, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(project)?;
-    sd_notify::notify(false, &[sd_notify::NotifyState::Ready])?;
+    tell_ready()?;
     if !json {
         crate::say!("Ctrl-C takes everything down");
     }
-    match client::attach(project) {
+    match client::attach(project, signals) {
         Ok(()) => down(project, Vec::new(), json),
         // A supervisor that was told to end takes its folder along, one that died does not.
         Err(_) if !dir.path().exists() => {

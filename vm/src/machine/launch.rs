@@ -9,14 +9,16 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::cgroup::Group;
 use super::disks::Drive;
 use super::hotplug::Ports;
+use super::partition;
 use super::state::State;
 use super::{Exit, Held, Machine, Phase, QUIT, Start};
 use crate::child::{self, Guarded};
@@ -150,7 +152,8 @@ fn consoles(
 }
 
 impl Machine {
-    /// Starts QEMU and waits until its monitor answers. The guest does not run yet: see [`Machine::follow`].
+    /// Starts QEMU and waits until its monitor answers. The guest does not run yet: see [`Machine::follow`]. `registered` gets the machine
+    /// before that wait, which [`Machine::cancel`] ends.
     ///
     /// When QEMU has ended, a thread of its own calls `ended` once. `ended` must call [`Machine::set_ended`], and drop its third argument
     /// when everything that follows from the end has been noted.
@@ -160,6 +163,7 @@ impl Machine {
     pub fn start(
         mut start: Start<'_>,
         ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+        registered: impl FnOnce(&Arc<Machine>),
     ) -> anyhow::Result<Arc<Machine>> {
         let started = Instant::now();
         let zones = start.zones.iter().map(|(name, zone_use, _)| (name.clone(), zone_use.clone())).collect();
@@ -194,11 +198,12 @@ impl Machine {
             placement: start.placement,
             threads: OnceLock::new(),
             ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),
-            held: Mutex::new(Held { devices: start.devices, group: start.group }),
+            held: Mutex::new(Held { devices: start.devices, group: start.group, ..Held::default() }),
         });
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
         machine.watch(qemu, ended)?;
+        registered(&machine);
         machine.connect(own.monitor)?;
         Ok(machine)
     }
@@ -216,6 +221,7 @@ impl Machine {
             Err(e) => {
                 self.process.kill();
                 self.wait_end(QUIT);
+                anyhow::ensure!(!self.cancelled.load(Ordering::Acquire), "cancelled");
                 Err(self.failure(&e.to_string()))
             }
         }
@@ -236,9 +242,13 @@ impl Machine {
                 Ok(status) => describe(status),
                 Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
             };
-            let held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
+            let mut held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
             if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
                 exit.how.push_str(", for want of memory: raise memory_limit");
+            }
+            held.interrupts.give_back(Path::new("/"));
+            if let Some(Err(e)) = held.partition.take().map(partition::give_back) {
+                crate::say!("the VM '{}': {e:#}", machine.name);
             }
             // The devices and the cgroup must be free before `ended` starts the next QEMU.
             drop(held);

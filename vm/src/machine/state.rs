@@ -240,9 +240,13 @@ impl Machine {
     /// Kills a VM that can't be made ready. `why` is its state in `ps`.
     pub fn fail(&self, why: &str) {
         self.process.kill();
-        self.wait_end(QUIT);
+        let ended = self.wait_end(QUIT);
         let mut state = self.lock();
-        (state.phase, state.exit) = (Phase::Failed, Some(why.to_owned()));
+        state.phase = Phase::Failed;
+        // One that does not die still runs: its end is yet to come.
+        if ended {
+            state.exit = Some(why.to_owned());
+        }
         self.record(&Phase::Failed, why);
         drop(state);
         self.console.close();

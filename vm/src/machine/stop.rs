@@ -30,13 +30,18 @@ impl Machine {
     /// # Errors
     /// When the process does not die.
     pub fn stop(&self, zones: &[String], until: Instant, report: &dyn Fn(Stage, &str)) -> anyhow::Result<()> {
-        let was_up = {
+        let was = {
             let mut state = self.lock();
             if state.exit.is_some() {
                 return Ok(());
             }
-            std::mem::replace(&mut state.phase, Phase::Stopping) == Phase::Up
+            std::mem::replace(&mut state.phase, Phase::Stopping)
         };
+        // Another command stops it, and its guest has the time that this one would give it.
+        if was == Phase::Stopping && self.wait_end(left(until, LONGEST)) {
+            return Ok(());
+        }
+        let was_up = was == Phase::Up;
         self.record(&Phase::Stopping, "");
         report(Stage::Stopping, "");
         // Commands that still run in the guest get an error instead of a turn.

@@ -25,6 +25,8 @@ use crate::project::journal;
 pub const ANSWER: Duration = Duration::from_secs(10);
 /// Time for a process to end before it is killed.
 pub const ENDING: Duration = Duration::from_secs(3);
+/// Time for a killed process to end.
+pub const DEATH: Duration = Duration::from_millis(500);
 /// The longest pause before one that died is started again.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// One that lived so long starts again at once.
@@ -233,16 +235,22 @@ impl Keeper {
             .changed
             .wait_timeout_while(state, ENDING, |s| s.process.is_some())
             .unwrap_or_else(PoisonError::into_inner);
+        let named = |pid: u32| {
+            let names = &self.shared.names;
+            format!("the {} of the {} (process {pid})", names.process, names.owner())
+        };
         if late.timed_out() {
-            if let Some((process, pid)) = state.process.take() {
-                let names = &self.shared.names;
-                crate::say!(
-                    "the {} of the {} (process {pid}) does not end and is killed",
-                    names.process,
-                    names.owner()
-                );
+            if let Some((process, pid)) = &state.process {
+                crate::say!("{} does not end and is killed", named(*pid));
                 process.kill();
             }
+            let waited = self.shared.changed.wait_timeout_while(state, DEATH, |s| s.process.is_some());
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        if let Some((_, pid)) = &state.process {
+            crate::say!("{} does not die, though it was killed; see /proc/{pid}/stack", named(*pid));
+            // Nobody waits for its watcher, which ends with it.
+            return;
         }
         let ran = state.starts > 0;
         drop(state);

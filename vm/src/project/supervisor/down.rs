@@ -8,10 +8,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::order::{self, Turnstile};
-use super::turn::Of;
+use super::requests::SILENT;
+use super::turn::{Of, Turn};
 use super::{Beside, Reporter, Supervisor};
 use crate::machine::{Machine, Phase, disks, stop};
 use crate::project::control::{Event, Stage};
+use crate::project::keeper;
 
 /// For a command that is in the way to end by itself.
 const COURTESY: Duration = Duration::from_secs(2);
@@ -22,11 +24,12 @@ const OTHERS: Duration = Duration::from_secs(20);
 /// All of `down`: the above, the VMs at the same time, then switches and servers at the same time.
 const LONGEST: Duration = Duration::from_secs(30);
 const _: () = assert!(
-    COURTESY.as_secs()
-        + CUT_OFF.as_secs()
-        + stop::LONGEST.as_secs()
-        + crate::project::keeper::ENDING.as_secs()
-        < LONGEST.as_secs()
+    COURTESY.as_millis()
+        + CUT_OFF.as_millis()
+        + stop::LONGEST.as_millis()
+        + keeper::ENDING.as_millis()
+        + keeper::DEATH.as_millis()
+        < LONGEST.as_millis()
 );
 
 impl Supervisor {
@@ -41,7 +44,15 @@ impl Supervisor {
         for vm in vms {
             self.machine(vm)?;
         }
-        let Some(_turn) = self.changing.take_within(Of::All, OTHERS) else {
+        let turn = self.changing.take_within(Of::All, SILENT).or_else(|| {
+            let text = format!(
+                "another command is starting or stopping VMs; this one waits for its end, at most {} s",
+                OTHERS.as_secs()
+            );
+            reporter.send(&Event::Note { text });
+            self.changing.take_within(Of::All, OTHERS)
+        });
+        let Some(_turn) = turn else {
             anyhow::bail!(
                 "another command has been starting or stopping VMs for more than {} s; 'tombolo down' without a name cuts it off",
                 OTHERS.as_secs()
@@ -73,10 +84,13 @@ impl Supervisor {
     fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
         // A start in progress is cut short rather than waited for.
         self.cancel(|machine| machine.phase() == Phase::Booting);
-        let turn = self.changing.take_within(Of::All, COURTESY).or_else(|| {
-            self.cancel(|_| true);
-            self.changing.take_within(Of::All, CUT_OFF)
-        });
+        let turn =
+            self.changing.take_within(Of::All, COURTESY).or_else(|| self.stop_beside(reporter)).or_else(
+                || {
+                    self.cancel(|_| true);
+                    self.changing.take_within(Of::All, CUT_OFF)
+                },
+            );
         if turn.is_none() {
             let text =
                 "another command does not end; the supervisor ends, and with it everything that it started";
@@ -93,6 +107,25 @@ impl Supervisor {
         beside.end();
         self.dir.remove();
         Ok(())
+    }
+
+    /// Stops VMs while another command has the turn, in good order as ever: a guest that has nothing to do with that command has its time to
+    /// switch itself off, and so has one that the command is stopping. Returns the turn if the command has ended with that.
+    fn stop_beside(&self, reporter: Option<&Reporter>) -> Option<Turn<'_>> {
+        let until = Instant::now() + stop::LONGEST;
+        let is_stopping = |machine: &Machine| machine.phase() == Phase::Stopping;
+        if let Err(e) = self.stop(|machine| !is_stopping(machine), reporter) {
+            crate::say!("{e:#}");
+        }
+        let waits = self.lock().machines.values().any(|machine| is_stopping(machine));
+        if !waits {
+            return self.changing.take_within(Of::All, Duration::ZERO);
+        }
+        if let Some(reporter) = reporter {
+            let text = "another command is stopping VMs; this one waits for its end";
+            reporter.send(&Event::Note { text: text.into() });
+        }
+        self.changing.take_within(Of::All, until.saturating_duration_since(Instant::now()))
     }
 
     fn cancel(&self, which: impl Fn(&Machine) -> bool) {

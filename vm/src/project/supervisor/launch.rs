@@ -39,7 +39,7 @@ pub(super) struct Wanted {
 }
 
 impl Supervisor {
-    /// Starts one VM, waits until it is ready, and prepares its guest. `registered` gets the machine as soon as it can be stopped.
+    /// Starts one VM, waits until it is ready, and prepares its guest. `registered` gets the machine as soon as its QEMU runs.
     pub(super) fn start_one(
         self: &Arc<Self>,
         wanted: Wanted,
@@ -49,8 +49,7 @@ impl Supervisor {
         report(Stage::Starting, growth::advice(&wanted.spec).unwrap_or_default());
         let zones = wanted.zones.clone();
         let nics = self.nics(&wanted.name, &wanted.spec);
-        let machine = self.start_machine(wanted, &nics)?;
-        registered(&machine);
+        let machine = self.start_machine(wanted, &nics, registered)?;
         let own = self.clone();
         if let Err(e) = growth::begin(&machine, move |machine| own.start_slowly(machine)) {
             machine.cancel();
@@ -70,8 +69,13 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Starts QEMU and adds the machine to the project's.
-    fn start_machine(self: &Arc<Self>, wanted: Wanted, nics: &[Nic]) -> anyhow::Result<Arc<Machine>> {
+    /// Starts QEMU, adds the machine to the project's, and waits until its monitor answers.
+    fn start_machine(
+        self: &Arc<Self>,
+        wanted: Wanted,
+        nics: &[Nic],
+        registered: &dyn Fn(&Arc<Machine>),
+    ) -> anyhow::Result<Arc<Machine>> {
         let Wanted { name, spec, qemu, hypervisor, boot, zones, before, attempt, slow, placement } = wanted;
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
@@ -101,9 +105,13 @@ impl Supervisor {
         };
         let own = self.clone();
         let ended = move |machine: &Arc<Machine>, exit, inside| own.ended(machine, exit, inside);
-        let machine = Machine::start(start, ended).inspect_err(|_| self.leave_zones(&name, zones.keys()))?;
-        self.lock().machines.insert(name, machine.clone());
-        Ok(machine)
+        // Also a QEMU whose monitor never answers is one that `ps` lists and that can be cancelled.
+        let add = |machine: &Arc<Machine>| {
+            self.lock().machines.insert(name.clone(), machine.clone());
+            registered(machine);
+            self.tend_places();
+        };
+        Machine::start(start, ended, add).inspect_err(|_| self.leave_zones(&name, zones.keys()))
     }
 
     /// Mounts the zones in the guest, as far as `zones` says so.

@@ -20,7 +20,7 @@ const REQUEST: Duration = Duration::from_secs(5);
 /// Time for a client to read an event.
 const READ: Duration = Duration::from_secs(2);
 /// Time that a request waits for its turn before the client is told.
-const SILENT: Duration = Duration::from_secs(1);
+pub(super) const SILENT: Duration = Duration::from_secs(1);
 /// The pause between two checks whether the client of a waiting request has gone.
 pub(super) const LOOK: Duration = Duration::from_millis(200);
 /// Bytes of earlier output that a new reader of the console gets.

@@ -18,7 +18,7 @@ use super::requests::LOOK;
 use super::turn::Turn;
 use super::{Beside, Reporter, Supervisor};
 use crate::compose::{Project, VmSpec};
-use crate::machine::{Machine, disks, growth, stop};
+use crate::machine::{Machine, disks, growth, partition, placement, stop};
 use crate::project::changes::{Action, Kind, Wish};
 use crate::project::control::Stage;
 use crate::project::keeper::Part;
@@ -52,9 +52,13 @@ impl Supervisor {
         wish.check(&project)?;
         // All checks come before the first stop or start.
         growth::give_back_orphans()?;
+        partition::give_back_orphans()?;
         let (running, actions) = self.plan(&mut project, wish);
         let ready = preflight::examine(&project, &running, &actions, || self.promised())?;
         let placements = self.placements(&project, &ready.vms)?;
+        for (name, plan) in &placements {
+            placement::check_isolation(&project.compose, name, plan)?;
+        }
         self.check_owners(&project, &started(&actions).collect())?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
         let hypervisors = self.choose_hypervisors(&ready.qemu, &ready.vms, &near, reporter)?;
@@ -69,16 +73,20 @@ impl Supervisor {
         turn.narrow(starting.clone());
         let (_, socket) = peer.into_raw();
         let starts = Starts::new(self, &turn, reporter, &wished);
-        let errors = starts.run(wanted, &socket);
+        let mut errors = starts.run(wanted, &socket);
         let cancelled = starts.is_cancelled();
         if errors.is_empty() && !cancelled {
             drop(turn);
             wished.extend(starting);
             return if wait { self.wait_healthy(&wished, &socket, reporter) } else { Ok(()) };
         }
-        starts.take_back(&starting);
+        let left = starts.take_back(&starting);
         self.remove_parts(&added);
-        anyhow::ensure!(!cancelled, "cancelled; everything that was started has been stopped");
+        anyhow::ensure!(
+            !cancelled || !left.is_empty(),
+            "cancelled; everything that was started has been stopped"
+        );
+        errors.extend(left);
         anyhow::bail!("{}", errors.join("\n"))
     }
 
@@ -270,6 +278,7 @@ impl<'a> Starts<'a> {
         let result = self
             .order
             .wait(&name, &depends, &find, &|| self.is_cancelled(), &waits)
+            .and_then(|()| self.supervisor.check_not_ending())
             .and_then(|()| self.supervisor.start_one(wanted, &|machine| self.register(machine), &report));
         if result.is_ok() {
             // It may reboot while others start.
@@ -292,32 +301,36 @@ impl<'a> Starts<'a> {
         }
     }
 
-    /// Stops the VMs that were started, and removes the overlays of those that were not.
-    fn take_back(&self, starting: &BTreeSet<String>) {
+    /// Stops the VMs that were started, and removes the overlays of those that were not. Returns why some are still there.
+    fn take_back(&self, starting: &BTreeSet<String>) -> Vec<String> {
+        let mut errors = Vec::new();
         for name in starting {
             let was_started = self.started().iter().any(|machine| machine.name() == name);
             if was_started {
-                self.stop(name);
+                errors.extend(self.stop(name).err().map(|e| format!("{e:#}")));
             } else if self.supervisor.machine(name).is_err() {
                 disks::discard(&self.supervisor.dir, Some(name));
             }
         }
+        errors
     }
 
     /// Stops a VM that was started, or whose reboot has begun since.
-    fn stop(&self, name: &str) {
+    ///
+    /// # Errors
+    /// Its process does not die. It stays in the list.
+    fn stop(&self, name: &str) -> anyhow::Result<()> {
         while !self.turn.reclaim(name, LOOK) {
             if let Ok(machine) = self.supervisor.machine(name) {
                 machine.cancel();
             }
         }
-        let Ok(machine) = self.supervisor.machine(name) else { return };
+        let Ok(machine) = self.supervisor.machine(name) else { return Ok(()) };
         let report = |stage: Stage, detail: &str| self.reporter.stage(name, stage, detail);
-        if let Err(e) = machine.stop(&[], Instant::now() + stop::LONGEST, &report) {
-            crate::say!("{e:#}");
-        }
+        machine.stop(&[], Instant::now() + stop::LONGEST, &report)?;
         self.supervisor.lock().machines.remove(name);
         disks::discard(&self.supervisor.dir, Some(name));
         self.supervisor.leave_zones(name, machine.zones().keys());
+        Ok(())
     }
 }
