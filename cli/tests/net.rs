@@ -230,7 +230,8 @@ fn ports_of_the_host_lead_to_the_guest_by_tcp_and_udp_over_both_versions_of_ip()
     }
     let lab = Lab::new(
         "[net.out]\nuplink = \"user\"\n[vm.a]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = [\"out\"]\n\
-         ports = [\"127.0.0.1:7001:7\", \"127.0.0.1:7001:7/udp\", \"[::1]:7002:7\", \"[::1]:7002:7/udp\"]\n",
+         ports = [\"127.0.0.1:7001:7\", \"127.0.0.1:7001:7/udp\", \"[::1]:7002:7\", \"[::1]:7002:7/udp\"]\n\
+         [vm.b]\nkernel = \"6.1\"\nmemory = \"256M\"\nnetworks = [\"out\"]\nports = [\"127.0.0.1:7003:7\", \"127.0.0.1:7003:7/udp\"]\n",
     );
     let (source, echo) = (lab.dir.path().join("echo.c"), lab.dir.path().join("echo"));
     std::fs::write(&source, ECHO).unwrap();
@@ -242,14 +243,20 @@ fn ports_of_the_host_lead_to_the_guest_by_tcp_and_udp_over_both_versions_of_ip()
     assert!(!refused.status.success() && words.contains("tcp port 7002 of the host is in use"), "{words}");
     drop(taken);
     lab.good(&["up"]);
-    lab.good(&["cp", "echo", "a:/tmp/echo"]);
-    lab.good(&["exec", "a", "--", "/tmp/echo"]);
+    for vm in ["a", "b"] {
+        lab.good(&["cp", "echo", &format!("{vm}:/tmp/echo")]);
+        lab.good(&["exec", vm, "--", "/tmp/echo"]);
+    }
     wait_until("an IPv6 address", || {
         lab.good(&["exec", "a", "--", "ip", "-6", "-o", "addr", "show", "scope", "global"])
             .contains("inet6 fd00:9::")
     });
     let data: Vec<u8> = (0u32..50_000).flat_map(u32::to_le_bytes).collect();
-    let addresses: [SocketAddr; 2] = [(Ipv4Addr::LOCALHOST, 7001).into(), (Ipv6Addr::LOCALHOST, 7002).into()];
+    let addresses: [SocketAddr; 3] = [
+        (Ipv4Addr::LOCALHOST, 7001).into(),
+        (Ipv6Addr::LOCALHOST, 7002).into(),
+        (Ipv4Addr::LOCALHOST, 7003).into(),
+    ];
     for address in addresses {
         let mut answer = [0; 2000];
         wait_until("an answer by UDP", || {
@@ -276,6 +283,11 @@ fn ports_of_the_host_lead_to_the_guest_by_tcp_and_udp_over_both_versions_of_ip()
         });
         assert!(back == data, "{} of {} bytes came back from {address}", back.len(), data.len());
     }
+    // A passt that doesn't run holds up no end.
+    let name = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let passts: Vec<u32> = lab.processes().into_iter().filter(|pid| name(pid).starts_with("passt")).collect();
+    assert_eq!(passts.len(), 2);
+    passts.iter().for_each(|pid| signal(*pid, "STOP"));
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }

@@ -17,7 +17,7 @@ use common::program::Switch;
 use common::{Rig, wait_for};
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::Mac;
-use tombolo_net::vring::driver::Nic;
+use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// Gives the host an address and a way out, which passt gives its guest.
 fn host() {
@@ -162,6 +162,64 @@ fn a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports() {
             switch.child.wait().unwrap();
         }
     });
+}
+
+#[test]
+fn each_port_has_a_passt_of_its_own_and_no_frame_of_another() {
+    alone("each_port_has_a_passt_of_its_own_and_no_frame_of_another", || {
+        host();
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("other");
+        let other = format!("other,{},{}", socket.display(), Rig::mac(2));
+        let switch = Switch::start(1, &["--port", &other, "--uplink", "user=passt"]);
+        assert_eq!(passts(&switch).len(), 2);
+        let mut guests = [switch.guest(0), Nic::new(NicConfig::default()).unwrap()];
+        guests[1].connect(&socket).unwrap();
+        for (guest, own) in guests.iter_mut().zip([1, 2]) {
+            let offer = offer(guest, Rig::mac(own));
+            assert_eq!((&offer[..6], &offer[58..62]), (&Rig::mac(own).0[..], &[192, 0, 2, 7][..]));
+        }
+        // Of the two guests' broadcasts each passt had those of one.
+        let count = |name: &str, way: &str| switch.port(name).unwrap()[way]["packets"].as_u64().unwrap();
+        for (port, uplink) in [("vm", "uplink0"), ("other", "uplink1")] {
+            wait_for(port, || (count(uplink, "received") == count(port, "sent")).then_some(()));
+        }
+    });
+}
+
+#[test]
+fn a_passt_without_a_port_is_refused_where_there_are_several_and_a_second_port_where_there_is_one() {
+    alone(
+        "a_passt_without_a_port_is_refused_where_there_are_several_and_a_second_port_where_there_is_one",
+        || {
+            host();
+            let switch = Switch::start(1, &["--uplink", "user=passt"]);
+            let socket = switch.dir.path().join("other");
+            let port = serde_json::json!({ "name": "other", "socket": socket, "macs": [Rig::mac(2)] });
+            let port = || serde_json::from_value(port.clone()).unwrap();
+            let add = || ask::<serde_json::Value>(&switch.control(), &Request::Add { port: port() });
+            let said = add().unwrap_err().to_string();
+            assert!(said.contains("uplink0, a passt, serves one guest"), "{said}");
+            assert!(switch.port("other").is_none() && !socket.exists());
+            ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "uplink0".into() }).unwrap();
+            add().unwrap();
+            let uplink = |port: &[&str]| {
+                let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tombolo-switch"));
+                command
+                    .args(["add-uplink", "out", "user=passt", "--control"])
+                    .arg(switch.control())
+                    .args(port);
+                let output = command.output().unwrap();
+                (output.status.success(), String::from_utf8(output.stderr).unwrap())
+            };
+            let (taken, said) = uplink(&[]);
+            assert!(!taken && said.contains("write an uplink for each, with port = "), "{said}");
+            assert!(passts(&switch).is_empty());
+            let (taken, said) = uplink(&["--port", "vm"]);
+            assert!(taken, "{said}");
+            offer(&mut switch.guest(0), Rig::mac(1));
+        },
+    );
 }
 
 #[test]

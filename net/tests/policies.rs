@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use common::{Rig, frame};
 use tombolo_net::forwarding::capture::Capture;
+use tombolo_net::forwarding::view::View;
 use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::frames::offload;
 use tombolo_net::policy::limit::Rate;
@@ -18,6 +19,44 @@ use tombolo_net::vring::features::{OFFLOADS, bit};
 
 fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]
+}
+
+#[test]
+fn an_uplink_of_one_port_exchanges_frames_with_no_other() {
+    let uplink = |only: &str| Policy { uplink: true, only: Some(only.into()), ..Policy::default() };
+    let mut rig = Rig::with_policies(&[NicConfig::default(); 5], |n| match n {
+        2 => uplink("vm0"),
+        3 => uplink("vm1"),
+        4 => uplink("gone"),
+        _ => Policy::default(),
+    });
+    // Uplinks own no addresses.
+    let ports = rig.view.ports().iter().cloned().map(|mut a| {
+        if a.policy.uplink {
+            a.policy = Arc::new(Policy { macs: Vec::new(), ..(*a.policy).clone() });
+        }
+        a
+    });
+    rig.view = View::new(ports.collect()).unwrap();
+    let outside = Mac([2, 9, 9, 9, 9, 9]);
+    for (from, to, receivers) in [
+        (0, outside, vec![2]),
+        (1, outside, vec![3]),
+        (0, Mac::BROADCAST, vec![1, 2]),
+        (1, Mac::BROADCAST, vec![0, 3]),
+        (2, Mac::BROADCAST, vec![0]),
+        (2, Rig::mac(0), vec![0]),
+        (2, Rig::mac(1), vec![]),
+        (3, Rig::mac(1), vec![1]),
+        (4, Rig::mac(0), vec![]),
+        (4, Mac::BROADCAST, vec![]),
+    ] {
+        let mac = if from < 2 { Rig::mac(from) } else { outside };
+        assert!(rig.nics[from].send(&frame(to, mac, 60, 0)));
+        rig.pass(from);
+        let got: Vec<usize> = (0..5).filter(|n| rig.nics[*n].receive().is_some()).collect();
+        assert_eq!(got, receivers, "from {from} to {to}");
+    }
 }
 
 #[test]

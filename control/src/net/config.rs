@@ -318,7 +318,7 @@ pub enum Way {
 }
 
 /// An uplink.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenUplink", rename_all = "kebab-case")]
 pub struct UplinkConfig {
     /// The name of the uplink.
@@ -326,6 +326,9 @@ pub struct UplinkConfig {
     /// Its device.
     #[serde(flatten)]
     pub way: Way,
+    /// The only port that it serves; none: all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<String>,
     /// The VLANs of the frames that it sends and receives.
     #[serde(default, skip_serializing_if = "is_default")]
     pub vlan: Vlan,
@@ -347,6 +350,7 @@ struct WrittenUplink {
     interface: Option<String>,
     passt: Option<PathBuf>,
     user: Option<PathBuf>,
+    port: Option<String>,
     #[serde(default)]
     vlan: Vlan,
     #[serde(default)]
@@ -359,7 +363,7 @@ impl TryFrom<WrittenUplink> for UplinkConfig {
     type Error = String;
 
     fn try_from(written: WrittenUplink) -> Result<Self, String> {
-        let WrittenUplink { name, tap, interface, passt, user, vlan, tcp_ports, udp_ports } = written;
+        let WrittenUplink { name, tap, interface, passt, user, port, vlan, tcp_ports, udp_ports } = written;
         let ways =
             [tap.map(Way::Tap), interface.map(Way::Interface), passt.map(Way::Passt), user.map(Way::User)];
         let ways: Vec<Way> = ways.into_iter().flatten().collect();
@@ -367,15 +371,22 @@ impl TryFrom<WrittenUplink> for UplinkConfig {
             let n = ways.len();
             format!("uplink {name} has {n} devices; give it one of tap, interface, passt and user")
         })?;
-        Ok(Self { name, way, vlan, tcp_ports, udp_ports })
+        Ok(Self { name, way, port, vlan, tcp_ports, udp_ports })
     }
 }
 
 impl UplinkConfig {
-    /// Returns an uplink without VLANs and forwarded ports.
+    /// Returns an uplink of all ports, without VLANs and forwarded ports.
     #[must_use]
     pub fn new(name: String, way: Way) -> Self {
-        Self { name, way, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
+        Self { name, way, port: None, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
+    }
+
+    /// Returns whether its device serves one guest only, and all ports lead to it: passt gives every guest the same address, and
+    /// sends what is for any of them to the one that it heard last.
+    #[must_use]
+    pub fn serves_one_of_many(&self) -> bool {
+        self.port.is_none() && matches!(self.way, Way::User(_) | Way::Passt(_))
     }
 }
 
@@ -497,10 +508,14 @@ mod tests {
     fn an_uplink_has_one_device_and_no_setting_that_nobody_knows() {
         let read = |text: &str| serde_json::from_str::<UplinkConfig>(text).map_err(|err| err.to_string());
         let uplink =
-            read(r#"{"name":"out","user":"passt","tcp-ports":["8080:80"],"vlan":{"access":5}}"#).unwrap();
+            read(r#"{"name":"out","user":"passt","port":"a","tcp-ports":["8080:80"],"vlan":{"access":5}}"#)
+                .unwrap();
         assert_eq!((&uplink.way, &uplink.vlan), (&Way::User("passt".into()), &Vlan::Access(5)));
         let text = serde_json::to_string(&uplink).unwrap();
-        assert_eq!(text, r#"{"name":"out","user":"passt","vlan":{"access":5},"tcp-ports":["8080:80"]}"#);
+        assert_eq!(
+            text,
+            r#"{"name":"out","user":"passt","port":"a","vlan":{"access":5},"tcp-ports":["8080:80"]}"#
+        );
         for (text, said) in [
             (r#"{"name":"out","tap":"t","vlna":{"access":5}}"#, "vlna"),
             (r#"{"name":"out","tap":"t","vlan":{"trunk":{"vlans":[5],"nativ":6}}}"#, "nativ"),

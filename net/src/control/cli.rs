@@ -30,7 +30,7 @@ pub enum Command {
         /// A port in short: NAME,SOCKET,MAC[,MAC…]
         #[arg(long, value_name = "PORT", value_parser = short_port)]
         port: Vec<PortConfig>,
-        /// An uplink in short: tap=NAME, interface=NAME, user=passt or passt=SOCKET
+        /// An uplink in short: tap=NAME, interface=NAME, passt=SOCKET, or user=passt, which starts a passt for each port
         #[arg(long, value_name = "WAY", value_parser = short_way)]
         uplink: Vec<Way>,
         /// Control socket
@@ -109,6 +109,9 @@ pub enum Command {
         /// Its device: tap=NAME, interface=NAME, user=passt or passt=SOCKET
         #[arg(value_parser = short_way)]
         way: Way,
+        /// The only port that it serves; passt serves one
+        #[arg(long)]
+        port: Option<String>,
         /// Control socket of the switch, or the name of a running project's network [default: the project's, or
         /// /run/tombolo/net.sock]
         #[arg(long)]
@@ -190,8 +193,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             };
             all.port.extend(port);
             for way in uplink {
-                let name = format!("uplink{}", all.uplink.len());
-                all.uplink.push(UplinkConfig::new(name, way));
+                add_uplinks(&mut all, &way);
             }
             let s = &mut all.switch;
             s.control = control.or_else(|| s.control.take());
@@ -220,8 +222,8 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             ask::<Done>(&socket(control), &Request::Add { port })?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::AddUplink { name, way, control } => {
-            let uplink = UplinkConfig::new(name, way);
+        Command::AddUplink { name, way, port, control } => {
+            let uplink = UplinkConfig { port, ..UplinkConfig::new(name, way) };
             ask::<Done>(&socket(control), &Request::AddUplink { uplink })?;
             Ok(ExitCode::SUCCESS)
         }
@@ -229,6 +231,18 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             ask::<Done>(&socket(control), &Request::Remove { name: port })?;
             Ok(ExitCode::SUCCESS)
         }
+    }
+}
+
+/// Adds an uplink, or one for each port if its device serves one only.
+fn add_uplinks(config: &mut Config, way: &Way) {
+    let mut ports: Vec<_> = config.port.iter().map(|port| Some(port.name.clone())).collect();
+    if ports.len() < 2 || !matches!(way, Way::User(_)) {
+        ports = vec![None];
+    }
+    for port in ports {
+        let name = format!("uplink{}", config.uplink.len());
+        config.uplink.push(UplinkConfig { port, ..UplinkConfig::new(name, way.clone()) });
     }
 }
 

@@ -25,6 +25,7 @@ impl From<&PortConfig> for Policy {
             no_server: false,
             isolated: config.isolated,
             uplink: false,
+            only: None,
             vlan: config.vlan.clone(),
             mirror: config.mirror.as_deref().map(str::to_owned),
             rate: config.rate,
@@ -37,7 +38,8 @@ impl From<&PortConfig> for Policy {
 
 impl From<&UplinkConfig> for Policy {
     fn from(config: &UplinkConfig) -> Self {
-        Policy { uplink: true, vlan: config.vlan.clone(), ..Policy::default() }
+        let (only, vlan) = (config.port.clone(), config.vlan.clone());
+        Policy { uplink: true, only, vlan, ..Policy::default() }
     }
 }
 

@@ -115,12 +115,22 @@ impl Keeper {
     }
 }
 
+/// What matters about an entry to others.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Guest,
+    /// An uplink that serves one guest only, and that all ports lead to.
+    ForOne,
+    Uplink,
+}
+
 /// A port or uplink that the switch has, or is about to have.
 struct Entry {
     id: u64,
     name: String,
     /// Its socket, if the keeper made one.
     path: Option<PathBuf>,
+    kind: Kind,
     /// Its connection to passt.
     passt: Option<Kept>,
     /// The user's connection that waits for the answer.
@@ -215,13 +225,13 @@ impl State {
         config: &Config,
         paths: &mut Vec<PathBuf>,
     ) -> anyhow::Result<Option<(UnixListener, JoinHandle<()>)>> {
-        for uplink in &config.uplink {
-            if let Err(err) = self.open_uplink(uplink, None) {
+        for port in &config.port {
+            if let Err(err) = self.open_port(port, None) {
                 tracing::error!("{err:#}");
             }
         }
-        for port in &config.port {
-            if let Err(err) = self.open_port(port, None) {
+        for uplink in &config.uplink {
+            if let Err(err) = self.open_uplink(uplink, None) {
                 tracing::error!("{err:#}");
             }
         }
@@ -333,14 +343,27 @@ impl State {
     }
 
     /// Reserves the name of an entry.
-    fn enter(&self, kind: &str, name: &str, asker: Option<UnixStream>) -> anyhow::Result<u64> {
+    fn enter(&self, kind: Kind, name: &str, asker: Option<UnixStream>) -> anyhow::Result<u64> {
+        let word = if kind == Kind::Guest { "port" } else { "uplink" };
         let mut entries = self.entries();
-        anyhow::ensure!(!entries.closed, "{kind} {name}: the switch ends; start it again");
+        anyhow::ensure!(!entries.closed, "{word} {name}: the switch ends; start it again");
         let taken = entries.all.iter().any(|e| e.name == name);
-        anyhow::ensure!(!taken, "{kind} {name}: the name is in use; choose another");
+        anyhow::ensure!(!taken, "{word} {name}: the name is in use; choose another");
+        let of = |kind| entries.all.iter().filter(move |e| e.kind == kind);
+        let guests = of(Kind::Guest).count();
+        if let (Kind::Guest, 1.., Some(uplink)) = (kind, guests, of(Kind::ForOne).next()) {
+            anyhow::bail!(
+                "port {name}: {}, a passt, serves one guest, and the switch has another port; remove the uplink, and add one for each port (--port)",
+                uplink.name
+            );
+        }
+        anyhow::ensure!(
+            kind != Kind::ForOne || guests < 2,
+            "uplink {name}: passt serves one guest, and the switch has {guests} ports; write an uplink for each, with port = \"NAME\" (--port)"
+        );
         entries.last += 1;
         let id = entries.last;
-        entries.all.push(Entry { id, name: name.into(), path: None, passt: None, asker });
+        entries.all.push(Entry { id, name: name.into(), kind, path: None, passt: None, asker });
         Ok(id)
     }
 
@@ -348,7 +371,7 @@ impl State {
     fn open_port(self: &Arc<Self>, config: &PortConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_port(config)?;
         let _changes = self.changes();
-        let id = self.enter("port", &config.name, asker)?;
+        let id = self.enter(Kind::Guest, &config.name, asker)?;
         let opened = self.open_source(id, config);
         match opened.with_context(|| format!("port {}", config.name)) {
             Ok(source) => self.hand_over(id, &config.name, &Told::Port(id, config.clone()), &source),
@@ -401,7 +424,8 @@ impl State {
     fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_uplink(config)?;
         let _changes = self.changes();
-        let id = self.enter("uplink", &config.name, asker)?;
+        let kind = if config.serves_one_of_many() { Kind::ForOne } else { Kind::Uplink };
+        let id = self.enter(kind, &config.name, asker)?;
         let opened = self.pass_uplink(id, config);
         opened.inspect_err(|_| drop(self.forget(|e| e.id == id)))
     }

@@ -51,7 +51,7 @@ impl Sender<'_, '_> {
                 continue;
             }
             match self.give(dest, frame, tag) {
-                Done::Dropped(Reason::Vlan) => {}
+                Done::Dropped(Reason::Vlan | Reason::Isolated) => {}
                 done => return done,
             }
         }
@@ -64,6 +64,9 @@ impl Sender<'_, '_> {
         if !self.view.is_open() {
             let to = &*self.view.ports()[dest].policy;
             if self.policy.isolated && !to.uplink || to.isolated && !self.policy.uplink {
+                return Done::Dropped(Reason::Isolated);
+            }
+            if self.view.are_apart(self.src, dest) {
                 return Done::Dropped(Reason::Isolated);
             }
             let Some(edit) = vlan::leave(to, tag) else { return Done::Dropped(Reason::Vlan) };

@@ -45,6 +45,8 @@ pub struct View {
     filters: Vec<bool>,
     /// For each port: the port that gets copies of its frames.
     mirrors: Vec<Option<usize>>,
+    /// For each port: the only one with which it exchanges frames.
+    mates: Vec<Option<usize>>,
     /// Only the MACs decide about frames for every port.
     open: bool,
     /// The queriers heard; none: multicast goes to all.
@@ -71,9 +73,13 @@ impl View {
         };
         let mirrors = ports.iter().enumerate().map(mirror_of).collect();
         let filters: Vec<bool> = ports.iter().map(|a| a.policy.filters_receiving()).collect();
+        // A port that is not there has no number: then there is none.
+        let position = |name: &String| ports.iter().position(|b| b.port.name() == name).unwrap_or(usize::MAX);
+        let mates: Vec<_> = ports.iter().map(|a| a.policy.only.as_ref().map(position)).collect();
         let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
-            && !filters.contains(&true);
-        Ok(Self { ports, table, uplinks, learners, simple, filters, mirrors, open, snooping: None })
+            && !filters.contains(&true)
+            && mates.iter().all(Option::is_none);
+        Ok(Self { ports, table, uplinks, learners, simple, filters, mirrors, mates, open, snooping: None })
     }
 
     /// Returns the view with multicast by `snooping`.
@@ -151,6 +157,13 @@ impl View {
     #[must_use]
     pub fn filters(&self, dest: usize) -> bool {
         self.filters[dest]
+    }
+
+    /// Returns whether one of two ports is an uplink of another port alone.
+    #[must_use]
+    pub fn are_apart(&self, one: usize, other: usize) -> bool {
+        let lacks = |one: usize, other| self.mates[one].is_some_and(|mate| mate != other);
+        lacks(one, other) || lacks(other, one)
     }
 
     /// Returns whether every port may get every frame.

@@ -28,6 +28,8 @@ pub struct Policy {
     pub isolated: bool,
     /// An uplink: receives frames without an owner.
     pub uplink: bool,
+    /// Of an uplink: the only port with which it exchanges frames.
+    pub only: Option<String>,
     pub vlan: Vlan,
     /// The port that gets copies of the frames that it sends and receives.
     pub mirror: Option<String>,

@@ -149,8 +149,8 @@ impl Port {
                 vring.tell_error();
             }
         }
-        self.active_rx.store(0, Ordering::Release);
-        self.active_tx.store(0, Ordering::Release);
+        // A front-end may have started one again.
+        self.note_active();
     }
 
     /// Returns an active receive queue, the same for the same `flow`. None: the port is down.

@@ -52,7 +52,7 @@ const TABLES: [Table; 12] = [
             (
                 "uplink",
                 "none",
-                "Where frames go that are for no VM: \"user\" (passt), { tap = \"tap0\" } or { interface = \"eth1\" }. The device must exist.",
+                "Where frames go that are for no VM: \"user\" (a passt for each VM, which reaches no other VM here), { tap = \"tap0\" } or { interface = \"eth1\" }. The device must exist.",
             ),
             (
                 "subnet",
@@ -196,7 +196,7 @@ const TABLES: [Table; 12] = [
             (
                 "ports",
                 "[]",
-                "Ports of the host that lead to it, such as \"127.0.0.1:8080:80/tcp\". It needs a network of its own with uplink = \"user\".",
+                "Ports of the host that lead to it, such as \"127.0.0.1:8080:80/tcp\". It needs a network with uplink = \"user\".",
             ),
             (
                 "restart",

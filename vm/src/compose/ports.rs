@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `ports =`: ports of the host that lead to a VM. passt does the forwarding, so the VM is alone in a network with `uplink = "user"`: passt knows
-//! one address to forward to.
+//! `ports =`: ports of the host that lead to a VM. The VM's passt does the forwarding, in a network with `uplink = "user"`.
 
 use std::fmt;
 use std::io;
@@ -147,10 +146,10 @@ pub fn network<'a>(compose: &Compose, vm: &'a VmSpec) -> Option<&'a str> {
     vm.networks.0.keys().find(by_user).map(String::as_str)
 }
 
-/// The ports that are forwarded through a network.
-pub fn through<'a>(compose: &'a Compose, net: &'a str) -> impl Iterator<Item = &'a Forward> {
-    let uses = move |vm: &&VmSpec| network(compose, vm) == Some(net);
-    compose.vm.values().filter(uses).flat_map(|vm| &vm.ports)
+/// The ports that are forwarded to a VM through a network.
+#[must_use]
+pub fn through<'a>(compose: &Compose, vm: &'a VmSpec, net: &str) -> &'a [Forward] {
+    if network(compose, vm) == Some(net) { &vm.ports } else { &[] }
 }
 
 /// Checks what needs nothing from the host.
@@ -158,22 +157,12 @@ pub(super) fn check(compose: &Compose) -> Result<(), Fault> {
     let fail = |vm: &str, message: String| Err((format!("vm.{vm}"), "ports".to_owned(), message));
     let mut seen: Vec<(&str, &Forward)> = Vec::new();
     for (name, vm) in compose.vm.iter().filter(|(_, vm)| !vm.ports.is_empty()) {
-        let Some(net) = network(compose, vm) else {
+        if network(compose, vm).is_none() {
             return fail(
                 name,
                 format!(
                     "vm.{name}.ports: ports are forwarded by user-mode networking; add [net.{name}] with uplink = \"user\", and networks = \
                      [\"{name}\"] to the VM"
-                ),
-            );
-        };
-        let other = compose.vm.iter().find(|(n, vm)| *n != name && vm.networks.0.contains_key(net));
-        if let Some((other, _)) = other {
-            return fail(
-                name,
-                format!(
-                    "vm.{name}.ports: vm.{other} is in the network '{net}' too, and passt forwards to one VM only; give one of them a network \
-                     of its own with uplink = \"user\""
                 ),
             );
         }
@@ -192,12 +181,12 @@ pub(super) fn check(compose: &Compose) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Looks whether the ports of the host are free that a VM wants.
+/// Looks whether the ports of the host are free that a VM wants, but for those in `own`, which VMs that are started have already.
 ///
 /// # Errors
 /// Names the port and the remedy.
-pub fn try_out(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
-    for forward in &spec.ports {
+pub fn try_out(name: &str, spec: &VmSpec, own: &[Forward]) -> anyhow::Result<()> {
+    for forward in spec.ports.iter().filter(|forward| !own.iter().any(|own| own.meets(forward))) {
         let (host, protocol) = (forward.host, forward.protocol);
         forward.try_out().map_err(|e| match e.kind() {
             io::ErrorKind::AddrInUse => anyhow::anyhow!(
@@ -249,13 +238,15 @@ mod tests {
     }
 
     #[test]
-    fn ports_want_a_network_of_the_vms_own_with_user_mode_networking() {
+    fn ports_want_a_network_with_user_mode_networking_which_several_vms_may_have() {
         let e = error("[vm.web]\nports = [\"8080:80\"]\n");
         assert!(e.contains(":2: vm.web.ports: ") && e.contains("[net.web] with uplink = \"user\""), "{e}");
-        let e = error(&format!(
-            "{NET}[vm.web]\nnetworks = [\"out\"]\nports = [\"8080:80\"]\n[vm.b]\nnetworks = [\"out\"]\n"
-        ));
-        assert!(e.contains(":5: vm.web.ports: vm.b is in the network 'out' too"), "{e}");
+        let two = format!(
+            "{NET}[vm.web]\nnetworks = [\"out\"]\nports = [\"8080:80\"]\n[vm.b]\nnetworks = [\"out\"]\nports = [\"8081:80\"]\n"
+        );
+        let compose = Project::parse(Path::new("/somewhere/demo/tombolo.toml"), &two).unwrap().compose;
+        let of = |vm: &str| through(&compose, &compose.vm[vm], "out")[0].to_string();
+        assert_eq!([of("web"), of("b")], ["8080:80/tcp", "8081:80/tcp"]);
     }
 
     #[test]
@@ -275,7 +266,7 @@ mod tests {
         );
         let fine = "[net.out]\nuplink = \"user\"\n[vm.a]\nnetworks = [\"out\"]\nports = [\"127.0.0.1:53:53\", \"127.0.0.2:53:53\", \"53:53/udp\"]\n";
         let project = Project::parse(Path::new("/somewhere/demo/tombolo.toml"), fine).unwrap();
-        assert_eq!(through(&project.compose, "out").count(), 3);
+        assert_eq!(through(&project.compose, &project.compose.vm["a"], "out").len(), 3);
     }
 
     #[test]
@@ -283,11 +274,12 @@ mod tests {
         let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = taken.local_addr().unwrap().port();
         let spec: VmSpec = toml::from_str(&format!("ports = [\"{port}:80\"]")).unwrap();
-        let e = try_out("a", &spec).unwrap_err().to_string();
+        let e = try_out("a", &spec, &[]).unwrap_err().to_string();
         assert!(e.contains(&format!("tcp port {port} of the host is in use")), "{e}");
+        try_out("a", &spec, &spec.ports).unwrap();
         drop(taken);
-        try_out("a", &spec).unwrap();
+        try_out("a", &spec, &[]).unwrap();
         let elsewhere: VmSpec = toml::from_str("ports = [\"192.0.2.1:8080:80\"]").unwrap();
-        assert!(try_out("a", &elsewhere).unwrap_err().to_string().contains("has no address 192.0.2.1"));
+        assert!(try_out("a", &elsewhere, &[]).unwrap_err().to_string().contains("has no address 192.0.2.1"));
     }
 }

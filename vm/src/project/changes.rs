@@ -13,8 +13,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::compose::network::NetSpec;
-use crate::compose::ports::{self, Forward};
+use crate::compose::ports::Forward;
 use crate::compose::{Compose, Project, depends};
 
 /// Parts of a project.
@@ -166,6 +165,8 @@ pub struct Side {
     pub accelerators: Parts,
     /// Members of running zones that no VM's settings name: zones attached later, processes of the host.
     pub members: BTreeMap<String, BTreeSet<String>>,
+    /// Ports of the host that running networks forward, by VM.
+    pub forwards: BTreeMap<String, Vec<Forward>>,
 }
 
 impl Side {
@@ -175,13 +176,10 @@ impl Side {
             project: project.to_owned(),
             vms: values(&compose.vm),
             zones: values(&compose.zone),
-            networks: compose
-                .net
-                .iter()
-                .map(|(name, spec)| (name.clone(), network(spec, ports::through(compose, name))))
-                .collect(),
+            networks: values(&compose.net),
             accelerators: values(&compose.accel),
             members: BTreeMap::new(),
+            forwards: BTreeMap::new(),
         }
     }
 
@@ -206,14 +204,6 @@ impl Side {
 pub fn value(settings: &impl Serialize) -> Value {
     // It fails for maps whose keys are no text, which no setting is.
     serde_json::to_value(settings).unwrap_or_default()
-}
-
-/// The settings of a network: its table, and the ports that its uplink forwards to VMs.
-pub fn network<'a>(spec: &NetSpec, forwards: impl Iterator<Item = &'a Forward>) -> Value {
-    let mut settings = value(spec);
-    let forwards: Vec<&Forward> = forwards.collect();
-    settings["ports"] = value(&forwards);
-    settings
 }
 
 fn values<T: Serialize>(parts: &BTreeMap<String, T>) -> Parts {
@@ -350,6 +340,14 @@ impl Action {
             Action::Keep { .. } => 6,
             Action::Wait { .. } => 7,
             Action::Orphan { .. } => 8,
+        }
+    }
+
+    /// Returns whether it starts this VM.
+    pub fn starts(&self, vm: &str) -> bool {
+        match self {
+            Action::Start { kind: Kind::Vm, name } | Action::Restart { name, .. } => name == vm,
+            _ => false,
         }
     }
 

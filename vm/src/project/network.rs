@@ -49,17 +49,22 @@ pub struct Network {
 pub struct NetworkState {
     name: String,
     spec: NetSpec,
-    forwards: Vec<Forward>,
     dir: PathBuf,
     ports: BTreeMap<String, (Port, Lease)>,
+    #[serde(default)]
+    uplinks: Uplinks,
     switch: KeeperState,
 }
+
+/// VMs' own uplinks, each with the ports of the host that it forwards.
+type Uplinks = BTreeMap<String, (UplinkConfig, Vec<Forward>)>;
 
 /// A port that the switch is to be told of.
 struct NewPort {
     port: Port,
-    /// A port of this name is there already.
-    replaces: bool,
+    uplink: Option<UplinkConfig>,
+    /// The names of the VM's port and uplink that are there already.
+    replaces: Vec<String>,
 }
 
 /// The switch: what it is told to have.
@@ -67,11 +72,10 @@ struct NewPort {
 struct Switch {
     name: String,
     spec: NetSpec,
-    /// Ports of the host that its uplink forwards.
-    forwards: Vec<Forward>,
     /// The project's folder.
     dir: PathBuf,
     ports: Mutex<BTreeMap<String, (Port, Lease)>>,
+    uplinks: Mutex<Uplinks>,
 }
 
 impl Network {
@@ -81,9 +85,9 @@ impl Network {
         NetworkState {
             name: switch.name.clone(),
             spec: switch.spec.clone(),
-            forwards: switch.forwards.clone(),
             dir: switch.dir.clone(),
             ports: switch.ports().clone(),
+            uplinks: switch.uplinks().clone(),
             switch: self.keeper.hand_over(),
         }
     }
@@ -93,8 +97,9 @@ impl Network {
     /// # Errors
     /// When its switch is no child of this process.
     pub fn take_over(left: NetworkState) -> anyhow::Result<Network> {
-        let NetworkState { name, spec, forwards, dir, ports, switch: kept } = left;
-        let switch = Arc::new(Switch { name, spec, forwards, dir, ports: Mutex::new(ports) });
+        let NetworkState { name, spec, dir, ports, uplinks, switch: kept } = left;
+        let (ports, uplinks) = (Mutex::new(ports), Mutex::new(uplinks));
+        let switch = Arc::new(Switch { name, spec, dir, ports, uplinks });
         let keeper = Keeper::take_over(switch.names(), switch.clone(), kept)?;
         Ok(Network { switch, keeper })
     }
@@ -106,7 +111,12 @@ impl Network {
 
     /// Its settings, as [`crate::project::changes`] compares them.
     pub fn settings(&self) -> Value {
-        changes::network(&self.switch.spec, self.switch.forwards.iter())
+        changes::value(&self.switch.spec)
+    }
+
+    /// The ports of the host that it forwards, by VM.
+    pub fn forwards(&self) -> BTreeMap<String, Vec<Forward>> {
+        self.switch.uplinks().iter().map(|(vm, (_, forwards))| (vm.clone(), forwards.clone())).collect()
     }
 
     /// The control socket of its switch.
@@ -143,8 +153,8 @@ impl Network {
             }
         };
         let there: Vec<&str> = answer.ports.iter().map(|p| p.name.as_str()).collect();
-        let uplink = self.switch.spec.uplink.as_ref().map(|_| config::UPLINK.to_owned());
-        for wanted in self.switch.ports().keys().cloned().chain(uplink) {
+        let uplinks: Vec<String> = self.switch.all_uplinks().into_iter().map(|uplink| uplink.name).collect();
+        for wanted in self.switch.ports().keys().cloned().chain(uplinks) {
             if !there.contains(&wanted.as_str()) {
                 return Err(self.keeper.failure(&format!("its switch can't have '{wanted}'")));
             }
@@ -181,14 +191,8 @@ impl Part for Network {
     /// The switch's own words where it can't have its uplink or a port.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let forwards = ports::through(&project.compose, name).cloned().collect();
-        let switch = Arc::new(Switch {
-            name: name.to_owned(),
-            spec,
-            forwards,
-            dir: dir.to_owned(),
-            ports: Mutex::default(),
-        });
+        let (ports, uplinks) = (Mutex::default(), Mutex::default());
+        let switch = Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports, uplinks });
         switch.plan(project, &BTreeSet::new())?;
         switch.write_config()?;
         let keeper = Keeper::start(switch.names(), switch.clone())?;
@@ -209,12 +213,15 @@ impl Part for Network {
         }
         // One that starts again meanwhile has the new ports from its file.
         self.switch.write_config()?;
-        for NewPort { port, replaces } in new {
-            if replaces {
-                let name = port.name.clone();
-                self.switch.ask::<Done>(&Request::Remove { name })?;
-            }
+        // A port of the host may go over from one VM to another.
+        for name in new.iter().flat_map(|new| new.replaces.clone()) {
+            self.switch.ask::<Done>(&Request::Remove { name })?;
+        }
+        for NewPort { port, uplink, .. } in new {
             self.switch.ask::<Done>(&Request::Add { port })?;
+            if let Some(uplink) = uplink {
+                self.switch.ask::<Done>(&Request::AddUplink { uplink })?;
+            }
         }
         Ok(())
     }
@@ -247,6 +254,16 @@ impl Switch {
 
     fn ports(&self) -> MutexGuard<'_, BTreeMap<String, (Port, Lease)>> {
         self.ports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn uplinks(&self) -> MutexGuard<'_, Uplinks> {
+        self.uplinks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The uplink of all VMs, or those of each.
+    fn all_uplinks(&self) -> Vec<UplinkConfig> {
+        let own: Vec<_> = self.uplinks().values().map(|(uplink, _)| uplink.clone()).collect();
+        self.spec.uplink.iter().filter_map(config::of_uplink).chain(own).collect()
     }
 
     fn leases(&self) -> BTreeMap<String, Lease> {
@@ -288,10 +305,20 @@ impl Switch {
                 socket.display()
             );
             let nic = &project.compose.vm[&vm].networks.0[&self.name];
-            let port = config::of_port(&vm, socket, nic, &lease, self.spec.dhcp);
-            let before = self.ports().insert(vm, (port.clone(), lease));
-            if before.as_ref().is_none_or(|(old, _)| *old != port) {
-                new.push(NewPort { port, replaces: before.is_some() });
+            let port = config::of_port(&vm, socket, nic, &lease, &self.spec);
+            let forwards = ports::through(&compose, &compose.vm[&vm], &self.name);
+            let uplink = config::of_vm(&vm, &self.spec, forwards);
+            let own = uplink.clone().map(|uplink| (uplink, forwards.to_owned()));
+            let old_uplink = match own {
+                Some(own) => self.uplinks().insert(vm.clone(), own),
+                None => self.uplinks().remove(&vm),
+            };
+            let old_uplink = old_uplink.map(|(uplink, _)| uplink);
+            let old_port = self.ports().insert(vm, (port.clone(), lease)).map(|(port, _)| port);
+            if old_port.as_ref() != Some(&port) || old_uplink != uplink {
+                let replaces =
+                    old_port.map(|p| p.name).into_iter().chain(old_uplink.map(|u| u.name)).collect();
+                new.push(NewPort { port, uplink, replaces });
             }
         }
         Ok(new)
@@ -299,7 +326,7 @@ impl Switch {
 
     fn write_config(&self) -> anyhow::Result<()> {
         let ports = self.ports().values().map(|(port, _)| port.clone()).collect();
-        let config = config::of_network(&self.name, &self.spec, &self.forwards, self.control(), ports);
+        let config = config::of_network(&self.name, &self.spec, self.control(), ports, self.all_uplinks());
         Ok(crate::project::state::write_atomically(&self.config(), toml::to_string(&config)?.as_bytes())?)
     }
 

@@ -34,6 +34,11 @@ pub fn examine(
     let qemu = Arc::new(Qemu::find(project.compose.qemu.as_deref())?);
     let near = project.file.parent().unwrap_or(Path::new("/"));
     let mut vms = Vec::new();
+    // Those of VMs that are started go from one to another.
+    let started = |vm: &String| actions.iter().any(|action| action.starts(vm));
+    let own =
+        running.forwards.iter().filter(|(vm, _)| started(vm)).flat_map(|(_, forwards)| forwards.clone());
+    let own: Vec<_> = own.collect();
     for action in actions {
         let (Action::Start { kind: Kind::Vm, name } | Action::Restart { name, .. }) = action else {
             continue;
@@ -43,10 +48,7 @@ pub fn examine(
         host::check_files(name, spec)?;
         growth::check(name, spec)?;
         kit::check_memory(name, spec, growth::layout(name, spec)?.boot)?;
-        // A network that runs has its ports already.
-        if ports::network(&project.compose, spec).is_none_or(|net| !running.networks.contains_key(net)) {
-            ports::try_out(name, spec)?;
-        }
+        ports::try_out(name, spec, &own)?;
     }
     for action in actions {
         if let Action::Start { kind: Kind::Network, name }

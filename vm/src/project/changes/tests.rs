@@ -39,7 +39,7 @@ fn side() -> impl Strategy<Value = Side> {
                     vm[key].as_object_mut().unwrap().retain(|name, _| there.contains_key(name));
                 }
             }
-            Side { project, vms, zones, networks, accelerators, members: BTreeMap::new() }
+            Side { project, vms, zones, networks, accelerators, ..Side::default() }
         },
     )
 }

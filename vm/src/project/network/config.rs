@@ -15,21 +15,22 @@ use crate::compose::ports::{Forward, Protocol};
 /// A port of a switch. The compose file has no rules for packets.
 pub(super) type Port = PortConfig<NoRule>;
 
-/// The name of a network's only uplink.
+/// The name of a network's only uplink; behind a VM's name, of its own.
 pub(super) const UPLINK: &str = "uplink";
 
-/// The port of the VM `vm`. `dhcp`: the switch gives the guest its address.
-pub(super) fn of_port(vm: &str, socket: PathBuf, nic: &NicSpec, lease: &Lease, dhcp: bool) -> Port {
+/// The port of the VM `vm` in a network.
+pub(super) fn of_port(vm: &str, socket: PathBuf, nic: &NicSpec, lease: &Lease, spec: &NetSpec) -> Port {
     let mut port = Port::new(vm.to_owned(), socket, vec![lease.mac]);
     port.queues = nic.queues.unwrap_or(1);
-    port.isolated = nic.isolated;
+    // passt gives all VMs the address of the host, and answers for every other one.
+    port.isolated = nic.isolated || spec.uplink == Some(Uplink::User);
     port.vlan = nic.vlan.map_or(Vlan::Transparent, Vlan::Access);
     port.router = nic.router;
     if nic.check_address {
         let ipv4 = lease.address.map(|(ip, _)| IpAddr::V4(ip));
         port.ips = ipv4.into_iter().chain(lease.address6.map(IpAddr::V6)).collect();
     }
-    port.address = lease.address.map(|(ip, _)| ip).filter(|_| dhcp);
+    port.address = lease.address.map(|(ip, _)| ip).filter(|_| spec.dhcp);
     port
 }
 
@@ -37,9 +38,9 @@ pub(super) fn of_port(vm: &str, socket: PathBuf, nic: &NicSpec, lease: &Lease, d
 pub(super) fn of_network(
     name: &str,
     spec: &NetSpec,
-    forwards: &[Forward],
     control: PathBuf,
     ports: Vec<Port>,
+    uplinks: Vec<UplinkConfig>,
 ) -> Config<NoRule> {
     let default = SwitchConfig::default();
     Config {
@@ -54,7 +55,7 @@ pub(super) fn of_network(
             ..default
         },
         port: ports,
-        uplink: spec.uplink.iter().map(|uplink| of_uplink(uplink, forwards)).collect(),
+        uplink: uplinks,
         dhcp: of_dhcp(name, spec),
         ipv6: spec.subnet6.map(Ipv6Config::new),
     }
@@ -70,19 +71,28 @@ fn of_dhcp(net: &str, spec: &NetSpec) -> Option<DhcpConfig> {
     Some(dhcp)
 }
 
-fn of_uplink(uplink: &Uplink, forwards: &[Forward]) -> UplinkConfig {
+/// The uplink that all VMs of a network have. None: each has its own.
+pub(super) fn of_uplink(uplink: &Uplink) -> Option<UplinkConfig> {
     let way = match uplink {
-        Uplink::User => Way::User("passt".into()),
+        Uplink::User => return None,
         Uplink::Tap(name) => Way::Tap(name.clone()),
         Uplink::Interface(name) => Way::Interface(name.clone()),
     };
+    Some(UplinkConfig::new(UPLINK.to_owned(), way))
+}
+
+/// The uplink of the VM `vm` alone, in a network with user-mode networking: a passt serves one guest.
+pub(super) fn of_vm(vm: &str, spec: &NetSpec, forwards: &[Forward]) -> Option<UplinkConfig> {
+    spec.uplink.as_ref().filter(|uplink| **uplink == Uplink::User)?;
     let of = |protocol| {
         forwards.iter().filter(|forward| forward.protocol == protocol).map(Forward::for_passt).collect()
     };
-    let mut config = UplinkConfig::new(UPLINK.to_owned(), way);
+    // No VM has a name with a dot.
+    let mut config = UplinkConfig::new(format!("{vm}.{UPLINK}"), Way::User("passt".into()));
+    config.port = Some(vm.to_owned());
     config.tcp_ports = of(Protocol::Tcp);
     config.udp_ports = of(Protocol::Udp);
-    config
+    Some(config)
 }
 
 #[cfg(test)]
@@ -101,11 +111,12 @@ mod tests {
         let spec = &compose.net["lan"];
         let leases = leases(&compose, "p", "lan", &BTreeMap::new()).unwrap();
         let port = |(vm, lease): (&String, &Lease)| {
-            of_port(vm, "/s".into(), &compose.vm[vm].networks.0["lan"], lease, spec.dhcp)
+            of_port(vm, "/s".into(), &compose.vm[vm].networks.0["lan"], lease, spec)
         };
         let ports = leases.iter().map(port).collect();
-        let forwards: Vec<Forward> = compose.vm.values().flat_map(|vm| vm.ports.clone()).collect();
-        toml::to_string(&of_network("lan", spec, &forwards, "/c".into(), ports)).unwrap()
+        let own = compose.vm.iter().filter_map(|(vm, of)| of_vm(vm, spec, &of.ports));
+        let uplinks = spec.uplink.iter().filter_map(of_uplink).chain(own).collect();
+        toml::to_string(&of_network("lan", spec, "/c".into(), ports, uplinks)).unwrap()
     }
 
     fn has(config: &str, lines: &str) {
@@ -144,11 +155,23 @@ mod tests {
     }
 
     #[test]
-    fn an_uplink_forwards_the_ports_of_the_vms() {
+    fn each_vm_has_a_passt_of_its_own_that_forwards_its_ports_and_reaches_no_other_vm() {
         let config = config(
-            "[net.lan]\nuplink = \"user\"\n[vm.a]\nnetworks = [\"lan\"]\nports = [\"8080:80\", \"127.0.0.1:5353:53/udp\"]\n",
+            "[net.lan]\nuplink = \"user\"\n[vm.a]\nnetworks = [\"lan\"]\nports = [\"8080:80\", \"127.0.0.1:5353:53/udp\"]\n\
+             [vm.b]\nnetworks = [\"lan\"]\n",
         );
-        has(&config, "[[uplink]]\nname = \"uplink\"\nuser = \"passt\"\n");
-        has(&config, "tcp-ports = [\"8080:80\"]\nudp-ports = [\"127.0.0.1/5353:53\"]\n");
+        has(
+            &config,
+            "[[uplink]]\nname = \"a.uplink\"\nuser = \"passt\"\nport = \"a\"\ntcp-ports = [\"8080:80\"]\nudp-ports = [\"127.0.0.1/5353:53\"]\n",
+        );
+        has(&config, "[[uplink]]\nname = \"b.uplink\"\nuser = \"passt\"\nport = \"b\"\n");
+        assert_eq!(config.matches("isolated = true").count(), 2, "{config}");
+    }
+
+    #[test]
+    fn a_tap_device_is_the_uplink_of_all_vms() {
+        let config = config("[net.lan]\nuplink = { tap = \"t\" }\n[vm.a]\nnetworks = [\"lan\"]\n");
+        has(&config, "[[uplink]]\nname = \"uplink\"\ntap = \"t\"\n");
+        assert!(!config.contains("isolated"), "{config}");
     }
 }

@@ -71,6 +71,7 @@ impl Supervisor {
                 .collect(),
             networks: inner.networks.iter().map(|(name, net)| (name.clone(), net.settings())).collect(),
             accelerators,
+            forwards: inner.networks.values().flat_map(|net| net.forwards()).collect(),
             members: inner
                 .zones
                 .iter()
