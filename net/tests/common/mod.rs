@@ -19,6 +19,7 @@ use tombolo_net::forwarding::view::{Attached, View};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
+use tombolo_net::uplink::{Link, Uplink};
 use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// Waits for an event that must come; the limit only ends a test that has failed.
@@ -73,6 +74,17 @@ impl Rig {
 
     pub fn mac(n: usize) -> Mac {
         Mac([0x52, 0x54, 0, 0, 0, n as u8])
+    }
+
+    /// Gives the guests an uplink over `link`, as their last port.
+    pub fn add_link(&mut self, link: Box<dyn Link>) {
+        let port = Arc::new(Port::new("up", 1));
+        self.ports.push(port.clone());
+        let uplink = Some(Arc::new(Uplink::new(link)));
+        let policy = Policy { uplink: true, ..Policy::default() };
+        let mut ports = self.view.ports().to_vec();
+        ports.push(Attached { uplink, ..Attached::guest(port, policy) });
+        self.view = View::new(ports).unwrap();
     }
 
     /// Passes over the transmit queue of guest `n` until nothing moves; returns the last pass that was not idle.
