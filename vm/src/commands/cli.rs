@@ -28,7 +28,7 @@ const ENDING: Duration = Duration::from_secs(5);
 const BROKEN_PIPE: u8 = 141;
 
 /// Returns whether the reader of a pipe has gone.
-pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
 }
