@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 
 mod common;
 
@@ -68,7 +68,7 @@ fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
         if !moving && known == there {
             return (ps, there);
         }
-        assert!(start.elapsed() < PATIENCE, "ps knows {known:?}, the host has {there:?}: {ps}");
+        assert!(start.elapsed() < TIMEOUT, "ps knows {known:?}, the host has {there:?}: {ps}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

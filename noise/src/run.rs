@@ -19,7 +19,7 @@ pub const LONGEST: usize = 1 << 30;
 /// The line that the collector writes once it records.
 const WATCHING: &str = "watching";
 
-/// What is measured.
+/// The CPUs and the duration of a measurement.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Measurement {
     /// The CPUs, such as 0-3,8; those of the VM where a VM is measured [default: all that this process, or the guest, may use]

@@ -86,7 +86,7 @@ fn check_memory_of<'a>(
     Ok(())
 }
 
-/// What a file that a compose file names must be.
+/// The required kind of a file that a compose file names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A regular file.

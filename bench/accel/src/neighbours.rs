@@ -16,7 +16,7 @@ use crate::program::Place;
 
 /// The neighbour that means no harm.
 pub const ORDINARY: &str = "ordinary";
-/// What hostile neighbours do: take memory, files, sockets and processes; start processes without end; run one for ever; talk without end in the
+/// The actions of hostile neighbours: take memory, files, sockets and processes; start processes without end; run one for ever; talk without end in the
 /// server's log; come and go.
 pub const HOSTILE: [&str; 5] = ["fill", "many", "linger", "chatter", "come"];
 

@@ -12,7 +12,7 @@ pub struct Turns {
     freed: Condvar,
 }
 
-/// Whose turn it is.
+/// The commands that have a turn.
 #[derive(Debug, Default)]
 struct Taken {
     all: bool,
