@@ -166,7 +166,7 @@ accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
     tenants.sort_unstable();
     assert_eq!(tenants, [("vm:a", 100, 64 << 20), ("vm:b", 25, 64 << 20)]);
 
-    // The server is killed: whoever comes next is served by another one.
+    // The server is killed: another one serves the next client.
     signal(u32::try_from(pid.as_u64().unwrap()).unwrap(), "KILL");
     same("clinfo", &info, &lab.good(&["exec", "a", "--", "clinfo"]));
     wait_until("the second server", || {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the collector on this host. It stops when its standard input ends, so it goes with whoever started it.
+//! Runs the collector on this host. It stops when its standard input ends, so it ends with the process that started it.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};

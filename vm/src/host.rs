@@ -95,7 +95,7 @@ pub enum Kind {
     Disk,
 }
 
-/// Opens a file that a compose file names. What would block whoever opens or reads it, as a pipe does, is refused.
+/// Opens a file that a compose file names. Files that would block their reader, such as pipes, are refused.
 ///
 /// # Errors
 /// Those of the file system, and that it is something else.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Neighbours of a client that is measured. Processor time is divided between clients, so whoever has a neighbour gets less done than alone; a hostile
+//! Neighbours of a client that is measured. Processor time is divided between clients, so a client with a neighbour gets less done than alone; a hostile
 //! neighbour (accel/tests/escape.c) is compared with one that computes as much as it may.
 
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Results of benches: a line that describes the machine, then a line per sample, all JSON. Every bench writes them with this, and
-//! whoever reads a results file knows what to expect.
+//! a reader of a results file knows what to expect.
 
 #![deny(missing_docs)]
 

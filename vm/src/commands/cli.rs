@@ -322,7 +322,7 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
     if outcome == Outcome::Done {
         stopped::add(project, &vms)?;
         if all {
-            // The supervisor ends right after its last word; whoever called `down` may count on it.
+            // The supervisor ends right after its last word; the caller of `down` may count on it.
             peer.wait_ended(ENDING)?;
         }
     }
