@@ -18,7 +18,7 @@ use tombolo_topology::picture::{self, Users};
 use tombolo_topology::plan::{Plan, Rules, VmPlan};
 use tombolo_topology::qemu::Vendor;
 use tombolo_topology::request::{Pages, Part};
-use tombolo_topology::{apply, cli, gather, read};
+use tombolo_topology::{affinity, apply, cli, gather, interrupts, read};
 
 use crate::commands::cli::{File, say};
 use crate::commands::client;
@@ -26,6 +26,7 @@ use crate::commands::ps::running;
 use crate::compose::Project;
 use crate::machine::placement::{self, Placement};
 use crate::project::control::{Event, Request, Status};
+use crate::project::services::{self, Service};
 
 /// The host's topology, and VMs on it.
 #[derive(clap::Subcommand, Debug)]
@@ -99,11 +100,18 @@ pub fn run(command: TopologyCommand, json: bool) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The CPUs of running VMs, by name.
+/// The CPUs of running VMs and of what serves them, by name.
 fn users(projects: &[Status]) -> Users {
     let vms = projects.iter().flat_map(|project| project.vms.iter().filter(|vm| vm.pid.is_some()));
-    let placed = vms.filter_map(|vm| Some((vm.name.clone(), vm.placement.as_ref()?.plan.host_cpus())));
-    placed.collect()
+    let plans = vms.filter_map(|vm| Some((vm.name.clone(), &vm.placement.as_ref()?.plan)));
+    let vms = plans.flat_map(|(name, plan)| {
+        let own = (format!("QEMU of {name}"), plan.service_cpus());
+        let interrupts = plan.roots.iter().flat_map(|root| root.interrupts.iter());
+        let interrupts = (format!("interrupts of {name}"), interrupts.collect());
+        [(name, plan.host_cpus()), own, interrupts]
+    });
+    let services = projects.iter().flat_map(|project| &project.services);
+    vms.chain(services.map(|service| (service.title(), service.cpus.clone()))).collect()
 }
 
 fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Result<ExitCode> {
@@ -125,16 +133,28 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
             placement::plan_all(&requests, &placement::rules(&project.compose, &running(None)?, own))?
         }
     };
+    let services = services::planned(&project.compose, &plan.vms);
     if json {
-        say(&serde_json::to_string_pretty(&plan)?)?;
+        say(&serde_json::to_string_pretty(&Planned { plan: &plan, services: &services })?)?;
     } else {
-        say(describe(&plan).trim_end())?;
+        say(describe(&plan, &services).trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn describe(plan: &Plan) -> String {
+/// The output of `plan --json`.
+#[derive(Serialize)]
+struct Planned<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    services: &'a [Service],
+}
+
+fn describe(plan: &Plan, services: &[Service]) -> String {
     let mut text: String = plan.vms.iter().map(describe_vm).collect();
+    for service in services {
+        text.push_str(&format!("{}: CPUs {}\n", service.title(), service.cpus));
+    }
     let reserved: CpuSet = plan.reserved.values().flat_map(CpuSet::iter).collect();
     for (name, cpus) in [("reserved", &reserved), ("free", &plan.free)] {
         let cpus = if cpus.is_empty() { "no CPUs".into() } else { format!("CPUs {cpus}") };
@@ -177,6 +197,9 @@ fn describe_vm(vm: &VmPlan) -> String {
         let node = root.node.map_or("no node".into(), |node| format!("node {node}"));
         let devices: Vec<&str> = root.devices.iter().map(|device| device.address.as_str()).collect();
         text.push_str(&format!("  root complex {:02x} ({node}): {}\n", root.bus, devices.join(", ")));
+        if !root.interrupts.is_empty() {
+            text.push_str(&format!("    their interrupts on CPUs {}\n", root.interrupts));
+        }
     }
     for note in &vm.notes {
         text.push_str(&format!("  - {note}\n"));
@@ -203,6 +226,7 @@ fn check(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;
     let mut lines = compare::compare(&placement.plan.guest(), &guest(project, name)?);
     lines.extend(outside(pid, placement)?);
+    lines.extend(beside(&status.services, name, &placement.plan));
     let count = |verdict| lines.iter().filter(|line| line.verdict == verdict).count();
     let [same, differs, unknown] = [Verdict::Same, Verdict::Differs, Verdict::Unknown].map(count);
     if json {
@@ -230,6 +254,37 @@ fn sentence(line: &Line) -> String {
 fn outside(pid: u32, placement: &Placement) -> anyhow::Result<Vec<Line>> {
     let found = apply::found(pid, &placement.threads, &placement.plan)?;
     Ok(apply::compare(&placement.plan, &found))
+}
+
+/// Compares the CPUs of what serves a VM with its plan: switches, accelerator servers, interrupts of its devices.
+fn beside(services: &[Service], vm: &str, plan: &VmPlan) -> Vec<Line> {
+    let used = services.iter().filter(|s| !s.cpus.is_empty() && s.vms.iter().any(|user| user == vm));
+    let mut lines: Vec<Line> = used
+        .map(|service| {
+            let object = format!("{}: host CPUs", service.title());
+            match service.process.and_then(affinity::of_family) {
+                Some(found) => Line::of(object, &service.cpus, found),
+                None => Line::unknown(object, &service.cpus, "it is being started again"),
+            }
+        })
+        .collect();
+    for root in plan.roots.iter().filter(|root| !root.interrupts.is_empty()) {
+        for device in &root.devices {
+            let object = format!("interrupts of {}: host CPUs", device.address);
+            let numbers = interrupts::of_device(Path::new("/"), &device.address);
+            let found: Vec<CpuSet> =
+                numbers.into_iter().filter_map(|number| interrupts::cpus(Path::new("/"), number)).collect();
+            lines.push(match found.is_empty() {
+                true => Line::unknown(object, &root.interrupts, "the guest's driver has asked for none"),
+                false => Line::of(
+                    object,
+                    &root.interrupts,
+                    found.iter().flat_map(CpuSet::iter).collect::<CpuSet>(),
+                ),
+            });
+        }
+    }
+    lines
 }
 
 /// The machine that a guest's kernel shows, by its agent.

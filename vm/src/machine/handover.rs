@@ -13,6 +13,7 @@ use tombolo_passthrough::address::Address;
 use tombolo_start::layout::Layout;
 use tombolo_start::progress::Phase as Growth;
 use tombolo_topology::apply::Thread;
+use tombolo_topology::interrupts::Interrupts;
 use tombolo_topology::plan::VmPlan;
 use tombolo_zone::keep::{Keep, Kept};
 
@@ -55,6 +56,8 @@ pub struct MachineState {
     ports: Ports,
     devices: Vec<Address>,
     group: Option<PathBuf>,
+    #[serde(default)]
+    interrupts: Interrupts,
 }
 
 impl MachineState {
@@ -105,6 +108,7 @@ impl Machine {
             ports: self.ports.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             devices: held.devices.addresses().to_vec(),
             group: held.group.as_ref().map(|group| group.path().to_owned()),
+            interrupts: held.interrupts.clone(),
         }
     }
 
@@ -148,7 +152,11 @@ impl Machine {
             placement: left.placement,
             threads: left.threads.map(OnceLock::from).unwrap_or_default(),
             ports: Mutex::new(left.ports),
-            held: Mutex::new(Held { devices: Taken::take_over(left.devices), group }),
+            held: Mutex::new(Held {
+                devices: Taken::take_over(left.devices),
+                group,
+                interrupts: left.interrupts,
+            }),
         });
         if let Some((socket, state)) = left.monitor {
             let qmp = Qmp::resume(UnixStream::from(socket.take()?), state, machine.events())?;

@@ -14,6 +14,7 @@
 //! - [`handover`]: a VM that goes on in the next program of this process.
 
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use tombolo_start::layout::Layout;
 use tombolo_topology::apply::Thread;
+use tombolo_topology::interrupts::Interrupts;
 use tombolo_topology::plan::VmPlan;
 
 use crate::child;
@@ -126,6 +128,8 @@ pub struct Machine {
 struct Held {
     devices: growth::Taken,
     group: Option<Group>,
+    /// Of the devices.
+    interrupts: Interrupts,
 }
 
 impl Machine {
@@ -173,6 +177,24 @@ impl Machine {
     pub fn placement(&self) -> Option<Placement> {
         let threads = self.threads.get().cloned().unwrap_or_default();
         Some(Placement { plan: self.placement.clone()?, threads })
+    }
+
+    /// The part of the host that the VM was planned for.
+    pub fn plan(&self) -> Option<&VmPlan> {
+        self.placement.as_ref()
+    }
+
+    /// Gives the interrupts that its devices have now to their CPUs; called once a second.
+    pub fn tend_interrupts(&self) {
+        let Some(plan) = self.placement.as_ref().filter(|_| !self.has_ended()) else { return };
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        for root in plan.roots.iter().filter(|root| !root.interrupts.is_empty()) {
+            for device in &root.devices {
+                for refused in held.interrupts.place(Path::new("/"), &device.address, &root.interrupts) {
+                    crate::say!("the VM '{}': {refused}", self.name);
+                }
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

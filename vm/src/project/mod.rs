@@ -22,6 +22,7 @@ pub mod network;
 pub mod owner;
 pub mod peer;
 pub mod preflight;
+pub mod services;
 pub mod session;
 pub mod silent;
 pub mod state;

@@ -99,6 +99,9 @@ pub struct GuestRoot {
     pub node: Option<u32>,
     /// The host's functions that lie behind it.
     pub devices: Vec<Device>,
+    /// Host CPUs for the interrupts of these devices: reserved ones of their node, else those of QEMU's own threads. Empty: the kernel decides.
+    #[serde(default)]
+    pub interrupts: CpuSet,
 }
 
 /// Why there is no plan: the object, and what to do.
@@ -299,7 +302,10 @@ fn plan_one(
         })
         .collect::<Result<Vec<_>, PlanError>>()?;
     let emulator = emulator_cpus(reserved, &nodes, &placed.cpus, &mut notes);
-    let roots = roots(ledger.host, request, guest_node, &mut notes)?;
+    let mut roots = roots(ledger.host, request, guest_node, &mut notes)?;
+    for root in &mut roots {
+        root.interrupts = interrupt_cpus(ledger.host, reserved, root, &emulator.without(&placed.cpus));
+    }
     ledger.free = ledger.free.without(&placed.cpus).without(&placed.idle);
     let nodes: Vec<GuestNode> = nodes
         .into_iter()
@@ -363,6 +369,18 @@ fn emulator_cpus(
     own.clone()
 }
 
+/// The CPUs that handle the interrupts of a root complex's devices: reserved CPUs of its node, else `other`.
+fn interrupt_cpus(
+    host: &Topology,
+    reserved: &BTreeMap<u32, CpuSet>,
+    root: &GuestRoot,
+    other: &CpuSet,
+) -> CpuSet {
+    let device = root.devices.first().and_then(|device| host.root_of(&device.address));
+    let near = device.and_then(|(root, _)| reserved.get(&root.node?));
+    near.unwrap_or(other).clone()
+}
+
 fn distances(host: &Topology, nodes: &[GuestNode]) -> Option<Vec<Vec<u64>>> {
     let row = |from: &GuestNode| nodes.iter().map(|to| host.distance(from.host, to.host)).collect();
     nodes.iter().map(row).collect()
@@ -400,7 +418,7 @@ fn roots(
         if bus > 256 {
             return Err(PlanError::BusesShort { vm: request.name.clone() });
         }
-        roots.push(GuestRoot { host, bus: first, node, devices });
+        roots.push(GuestRoot { host, bus: first, node, devices, interrupts: CpuSet::default() });
     }
     Ok(roots)
 }
@@ -409,6 +427,12 @@ impl VmPlan {
     /// The host's CPUs that the vCPUs run on.
     pub fn host_cpus(&self) -> CpuSet {
         self.vcpus.iter().map(|vcpu| vcpu.host).collect()
+    }
+
+    /// The host's CPUs for processes that serve the VM, such as the switch of its network: those of QEMU's own threads that no vCPU runs on.
+    /// None where nothing is reserved.
+    pub fn service_cpus(&self) -> CpuSet {
+        self.emulator.without(&self.host_cpus())
     }
 
     /// The number of virtual CPUs.
