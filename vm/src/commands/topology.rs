@@ -23,7 +23,7 @@ use tombolo_topology::{affinity, apply, cli, gather, interrupts, read};
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::commands::ps::running;
-use crate::compose::Project;
+use crate::compose::{Compose, Project};
 use crate::machine::placement::{self, Placement};
 use crate::project::control::{Event, Request, Status};
 use crate::project::services::{self, Service};
@@ -134,10 +134,12 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
         }
     };
     let services = services::planned(&project.compose, &plan.vms);
+    let isolated = isolated(&project.compose, &plan.vms, synthetic.is_none());
+    let planned = Planned { plan: &plan, services, isolated };
     if json {
-        say(&serde_json::to_string_pretty(&Planned { plan: &plan, services: &services })?)?;
+        say(&serde_json::to_string_pretty(&planned)?)?;
     } else {
-        say(describe(&plan, &services).trim_end())?;
+        say(describe(&planned).trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -147,13 +149,38 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
 struct Planned<'a> {
     #[serde(flatten)]
     plan: &'a Plan,
-    services: &'a [Service],
+    services: Vec<Service>,
+    isolated: Vec<Isolated>,
 }
 
-fn describe(plan: &Plan, services: &[Service]) -> String {
+/// A VM that says `isolate`.
+#[derive(Serialize)]
+struct Isolated {
+    vm: String,
+    cpus: CpuSet,
+    /// Why this host can't do it.
+    refused: Option<String>,
+}
+
+/// The VMs that want their CPUs for themselves; `here`: on this host, which may lack something for that.
+fn isolated(compose: &Compose, plans: &[VmPlan], here: bool) -> Vec<Isolated> {
+    let wanting = plans.iter().filter(|plan| compose.vm.get(&plan.name).is_some_and(|spec| spec.isolate));
+    let of = |plan: &VmPlan| {
+        let checked = if here { placement::check_isolation(compose, &plan.name, plan) } else { Ok(()) };
+        let refused = checked.err().map(|e| format!("{e:#}"));
+        Isolated { vm: plan.name.clone(), cpus: plan.isolated_cpus(), refused }
+    };
+    wanting.map(of).collect()
+}
+
+fn describe(Planned { plan, services, isolated }: &Planned<'_>) -> String {
     let mut text: String = plan.vms.iter().map(describe_vm).collect();
     for service in services {
         text.push_str(&format!("{}: CPUs {}\n", service.title(), service.cpus));
+    }
+    for Isolated { vm, cpus, refused } in isolated {
+        let refused = refused.as_ref().map(|why| format!(", which 'up' refuses: {why}")).unwrap_or_default();
+        text.push_str(&format!("isolated for {vm}: CPUs {cpus}{refused}\n"));
     }
     let reserved: CpuSet = plan.reserved.values().flat_map(CpuSet::iter).collect();
     for (name, cpus) in [("reserved", &reserved), ("free", &plan.free)] {
@@ -226,6 +253,7 @@ fn check(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;
     let mut lines = compare::compare(&placement.plan.guest(), &guest(project, name)?);
     lines.extend(outside(pid, placement)?);
+    lines.extend(placement.partition.iter().flat_map(|group| partition(&placement.plan, group)));
     lines.extend(beside(&status.services, name, &placement.plan));
     let count = |verdict| lines.iter().filter(|line| line.verdict == verdict).count();
     let [same, differs, unknown] = [Verdict::Same, Verdict::Differs, Verdict::Unknown].map(count);
@@ -254,6 +282,15 @@ fn sentence(line: &Line) -> String {
 fn outside(pid: u32, placement: &Placement) -> anyhow::Result<Vec<Line>> {
     let found = apply::found(pid, &placement.threads, &placement.plan)?;
     Ok(apply::compare(&placement.plan, &found))
+}
+
+/// Compares the cgroup partition of a VM with its plan.
+fn partition(plan: &VmPlan, group: &Path) -> Vec<Line> {
+    let read = |file: &str| std::fs::read_to_string(group.join(file)).unwrap_or_default().trim().to_owned();
+    vec![
+        Line::of("cgroup partition of the vCPUs", "isolated", read("cpuset.cpus.partition")),
+        Line::of("CPUs of the partition", plan.isolated_cpus(), read("cpuset.cpus.effective")),
+    ]
 }
 
 /// Compares the CPUs of what serves a VM with its plan: switches, accelerator servers, interrupts of its devices.

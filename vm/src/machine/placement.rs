@@ -3,6 +3,7 @@
 //! before a guest runs its first instruction.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -14,6 +15,7 @@ use tombolo_topology::read;
 use tombolo_topology::request::Request;
 
 use crate::compose::{Compose, VmSpec};
+use crate::machine::{cgroup, partition};
 use crate::project::control::Status;
 use crate::qemu::Hypervisor;
 use crate::qemu::qmp::Qmp;
@@ -27,6 +29,9 @@ pub struct Placement {
     /// The threads of its vCPUs; empty until QEMU has told them.
     #[serde(default)]
     pub threads: Vec<Thread>,
+    /// The cgroup partition of its vCPUs.
+    #[serde(default)]
+    pub partition: Option<PathBuf>,
 }
 
 /// The requests of the VMs that say `topology`.
@@ -49,6 +54,12 @@ pub fn rules(compose: &Compose, running: &[Status], except: impl Fn(&Status, &st
     let mut rules = Rules { reserve: compose.reserve, ..Rules::default() };
     for project in running {
         let vms = project.vms.iter().filter(|vm| vm.pid.is_some() && !except(project, &vm.name));
+        // Also that of a VM that is left out goes back when it is stopped.
+        for placement in project.vms.iter().filter_map(|vm| vm.placement.as_ref()) {
+            if placement.partition.is_some() {
+                rules.isolated.extend(placement.plan.isolated_cpus().iter());
+            }
+        }
         for plan in vms.filter_map(|vm| Some(&vm.placement.as_ref()?.plan)) {
             rules.taken.extend(plan.host_cpus().iter().chain(plan.idle.iter()));
             for node in &plan.nodes {
@@ -83,6 +94,18 @@ pub fn of_starting<'a>(
     Ok(plan.vms.into_iter().map(|vm| (vm.name.clone(), vm)).collect())
 }
 
+/// Checks that a VM that says `isolate` could have its CPUs for itself. Nothing is changed.
+///
+/// # Errors
+/// What is missing, where, and the remedy.
+pub fn check_isolation(compose: &Compose, vm: &str, plan: &VmPlan) -> anyhow::Result<()> {
+    if !compose.vm.get(vm).is_some_and(|spec| spec.isolate) {
+        return Ok(());
+    }
+    let checked = cgroup::parent().and_then(|parent| partition::check(&parent, &plan.isolated_cpus()));
+    checked.with_context(|| format!("vm.{vm}.isolate"))
+}
+
 /// QEMU's arguments for a VM that lies on a part of the host, `-cpu` included.
 ///
 /// # Errors
@@ -106,13 +129,11 @@ pub fn arguments(
     Ok(list)
 }
 
-/// Pins the threads of a QEMU whose guest does not run yet; returns those of its vCPUs.
+/// The threads of a QEMU's vCPUs.
 ///
 /// # Errors
-/// QEMU does not tell its threads, or the kernel refuses a CPU.
-pub fn pin(pid: u32, qmp: &Qmp, plan: &VmPlan) -> anyhow::Result<Vec<Thread>> {
+/// QEMU does not tell them.
+pub fn threads(qmp: &Qmp) -> anyhow::Result<Vec<Thread>> {
     let reply = qmp.execute_value("query-cpus-fast", &json!({}))?;
-    let threads = apply::threads(&reply).context("QEMU does not tell the threads of its vCPUs")?;
-    apply::pin(pid, &threads, plan)?;
-    Ok(threads)
+    apply::threads(&reply).context("QEMU does not tell the threads of its vCPUs")
 }
