@@ -104,6 +104,9 @@ fn check_placement(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), Wro
     ensure(vm.topology.is_some() || !vm.isolate, "isolate", || {
         format!("vm.{name}.isolate needs topology = \"close\" or another part")
     })?;
+    ensure(vm.topology.is_some() || vm.cpu_pm.is_none(), "cpu_pm", || {
+        format!("vm.{name}.cpu_pm needs topology = \"close\" or another part")
+    })?;
     ensure(compose.reserve > 0 || !vm.isolate, "isolate", || {
         format!(
             "vm.{name}.isolate: QEMU's own threads can't run on isolated CPUs; add reserve = 1 or more at the top of the file"

@@ -99,6 +99,9 @@ pub struct VmSpec {
     /// Nothing but its vCPUs runs on its CPUs, with `topology`.
     #[serde(default)]
     pub isolate: bool,
+    /// Its guest idles by itself under KVM, with `topology`; default: with `isolate`.
+    #[serde(default)]
+    pub cpu_pm: Option<bool>,
     /// The pages of its memory, with `topology`.
     #[serde(default)]
     pub pages: Pages,

@@ -182,7 +182,9 @@ impl Machine {
         let threads = self.threads.get().cloned().unwrap_or_default();
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let partition = held.partition.as_ref().map(Partition::path);
-        Some(Placement { plan: self.placement.clone()?, threads, partition })
+        let plan = self.placement.clone()?;
+        let dedicated = placement::dedicated(&plan, &self.spec, self.hypervisor);
+        Some(Placement { plan, threads, partition, dedicated })
     }
 
     /// The part of the host that the VM was planned for.

@@ -9,6 +9,7 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tombolo_topology::apply::{self, Thread};
+use tombolo_topology::dedicated::{Dedicated, HostFlags};
 use tombolo_topology::plan::{Plan, Rules, VmPlan, plan};
 use tombolo_topology::qemu::{self, Argument, Options, Vendor};
 use tombolo_topology::read;
@@ -32,6 +33,9 @@ pub struct Placement {
     /// The cgroup partition of its vCPUs.
     #[serde(default)]
     pub partition: Option<PathBuf>,
+    /// What KVM gives it; nothing under TCG.
+    #[serde(default)]
+    pub dedicated: Dedicated,
 }
 
 /// The requests of the VMs that say `topology`.
@@ -106,12 +110,21 @@ pub fn check_isolation(compose: &Compose, vm: &str, plan: &VmPlan) -> anyhow::Re
     checked.with_context(|| format!("vm.{vm}.isolate"))
 }
 
+/// What KVM gives a VM that lies on a part of this host.
+pub fn dedicated(plan: &VmPlan, spec: &VmSpec, hypervisor: Hypervisor) -> Dedicated {
+    match hypervisor {
+        Hypervisor::Kvm => Dedicated::of(plan, spec.isolate, spec.cpu_pm, &HostFlags::read()),
+        Hypervisor::Tcg => Dedicated::default(),
+    }
+}
+
 /// QEMU's arguments for a VM that lies on a part of the host, `-cpu` included.
 ///
 /// # Errors
 /// This QEMU can't express the plan.
 pub fn arguments(
     plan: &VmPlan,
+    spec: &VmSpec,
     qemu: &Qemu,
     hypervisor: Hypervisor,
     shared: bool,
@@ -124,7 +137,10 @@ pub fn arguments(
     let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
     let options = Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device };
     let [.., value] = hypervisor.arguments(qemu);
-    let mut list = vec![("-cpu", format!("{value}{}", qemu::cpu_flags(plan, vendor)))];
+    let dedicated = dedicated(plan, spec, hypervisor);
+    let flags = qemu::cpu_flags(plan, vendor) + &dedicated.cpu_flags();
+    let mut list = vec![("-cpu", format!("{value}{flags}"))];
+    list.extend(dedicated.arguments());
     list.extend(qemu::arguments(plan, &options)?);
     Ok(list)
 }
