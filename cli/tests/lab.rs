@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What only a KVM host shows, in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
+//! Claims that need a KVM host, checked in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
 
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use common::TIMEOUT;
 use serde_json::Value;
 
-/// Far beyond what anything here takes.
-const PATIENCE: Duration = Duration::from_secs(600);
+mod common;
+
 const TOMBOLO: &str = env!("CARGO_BIN_EXE_tombolo");
 
 /// A lab that is up until this is dropped, with a folder for the project in it.
@@ -56,7 +57,7 @@ impl Lab {
             if let Some(found) = ready(&seen) {
                 return found;
             }
-            assert!(begun.elapsed() < PATIENCE, "{line} still says {seen}");
+            assert!(begun.elapsed() < 2 * TIMEOUT, "{line} still says {seen}");
         }
     }
 }
@@ -105,6 +106,16 @@ fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on
     }
     println!("{blame}");
     assert!(lab.good("tombolo start metrics").contains("tombolo_start_complete{vm=\"grows\"} 1"));
+
+    // Its memory is in ordinary and transparent huge pages, and so it is mapped for the card.
+    let list = lab.json("tombolo passthrough ls --json");
+    let mappings =
+        &list.as_array().unwrap().iter().find(|d| d["address"] == card.as_str()).unwrap()["mappings"];
+    let pages = mappings["pages"].as_array().unwrap();
+    let bytes: u64 = pages.iter().map(|p| p["size"].as_u64().unwrap() * p["count"].as_u64().unwrap()).sum();
+    assert!((1400 << 20..1700 << 20).contains(&bytes), "{mappings}");
+    assert!(!mappings["why"].as_array().unwrap().is_empty(), "{mappings}");
+    assert!(list.as_array().unwrap().iter().all(|d| d["driver"] == "vfio-pci" || d["mappings"].is_null()));
 
     // No other VM gets the card meanwhile.
     let refused = lab.run("tombolo up second");
