@@ -109,7 +109,7 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
 /// # Errors
 /// When there is none.
 pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
-    peer.set_limit(STATUS);
+    peer.set_limit(Some(STATUS));
     receive_status(&mut peer)
 }
 
