@@ -83,12 +83,21 @@ pub fn random_hex(n: usize) -> String {
 /// Replaces `path` by a file with this content; readers see the old or the new one.
 ///
 /// # Errors
-/// Those of the file system.
+/// Those of the file system, with the path.
 pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension(format!("new-{}", std::process::id()));
-    let mut file = File::create(&temporary)?;
-    file.write_all(content)?;
-    fs::rename(&temporary, path)
+    let written = File::create(&temporary)
+        .and_then(|mut file| file.write_all(content))
+        .and_then(|()| fs::rename(&temporary, path));
+    written.map_err(|e| {
+        let _was_never_made = fs::remove_file(&temporary);
+        at(path, &e)
+    })
+}
+
+/// An error with the path at which it came: a full file system must be found to be emptied.
+pub fn at(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 /// Names of doors of supervisors begin so; the compose file's hash follows.
@@ -214,9 +223,10 @@ impl StateDir {
     /// Those of the file system.
     pub fn link_zone(&self, zone: &str, target: &str) -> io::Result<()> {
         let link = self.zone_link(zone);
-        fs::create_dir_all(self.path.join("zones"))?;
-        fs::remove_file(&link).or_else(absent)?;
-        std::os::unix::fs::symlink(target, link)
+        fs::create_dir_all(self.path.join("zones"))
+            .and_then(|()| fs::remove_file(&link).or_else(absent))
+            .and_then(|()| std::os::unix::fs::symlink(target, &link))
+            .map_err(|e| at(&link, &e))
     }
 
     /// Takes the lock, from a process that ends within `limit` if need be.
@@ -247,8 +257,9 @@ impl StateDir {
     pub fn open_door(&self, file: &Path) -> io::Result<Option<Door>> {
         let name = door_name(file);
         // A supervisor that was killed in the middle of this.
-        fs::remove_file(self.path.join(&name)).or_else(absent)?;
-        let door = Door::open(&self.path, &name)?;
+        let path = self.path.join(&name);
+        fs::remove_file(&path).or_else(absent)?;
+        let door = Door::open(&self.path, &name).map_err(|e| at(&path, &e))?;
         rustix::stdio::dup2_stdin(door.handle())?;
         // Of two that begin at the same time both may see the other here, never neither.
         let others = door::find(|n| n == name, Some(DOOR_NUMBER))?;
