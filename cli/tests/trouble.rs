@@ -265,6 +265,27 @@ fn a_runtime_folder_without_room_is_named_and_nothing_runs() {
 }
 
 #[test]
+fn a_runtime_folder_that_has_become_read_only_holds_up_no_down() {
+    let project = named(OsStr::new("p"));
+    let tombolo = env!("CARGO_BIN_EXE_tombolo");
+    // Before anything was up, with a project that runs, and with what a killed supervisor has left.
+    let script = "set -e; freeze() { mount --bind \"$1\" \"$1\"; mount -o remount,bind,ro \"$1\"; }
+        freeze \"$1\"; \"$0\" down; \"$0\" clean --dry-run; umount \"$1\"
+        \"$0\" up; freeze \"$1\"; \"$0\" ps; \"$0\" down; \"$0\" down; umount \"$1\"
+        \"$0\" up; supervisor=$(\"$0\" ps --json | sed -n 's/.*\"supervisor\": \\([0-9]*\\).*/\\1/p'); kill -9 \"$supervisor\"
+        tail -f /dev/null --pid \"$supervisor\"; freeze \"$1\"; \"$0\" down";
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", script, tombolo]).arg(project.runtime.path());
+    command.env("XDG_RUNTIME_DIR", project.runtime.path()).current_dir(&project.place);
+    let output = command.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null()).output().unwrap();
+    let words = said(&output);
+    assert!(output.status.success() && words.contains("Read-only file system"), "{words}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("a   up "), "{words}");
+    assert!(project.run(&["down"]).status.success());
+    assert_eq!(std::fs::read_dir(project.runtime.path().join("tombolo")).unwrap().count(), 0);
+}
+
+#[test]
 fn a_command_that_waits_for_another_says_so_and_can_be_interrupted() {
     let lab = lab(&format!("[zone.z]\nsize = \"8M\"\n[vm.a]\n{VM}"));
     lab.good(&["up"]);

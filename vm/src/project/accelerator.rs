@@ -459,6 +459,12 @@ pub fn scratch(file: &Path, name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("tombolo-accel-{hash:08x}"))
 }
 
+/// Returns whether a file's name is that of such a folder.
+pub fn is_scratch(name: &str) -> bool {
+    let hash = name.strip_prefix("tombolo-accel-").unwrap_or_default();
+    hash.len() == 8 && hash.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
 /// The devices of the host's OpenCL, a line each.
 ///
 /// # Errors

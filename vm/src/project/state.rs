@@ -24,6 +24,16 @@ use crate::compose::Project;
 /// # Errors
 /// It can't be made, or belongs to another user.
 pub fn base_dir() -> anyhow::Result<PathBuf> {
+    let dir = base()?;
+    make_private(&dir)?;
+    Ok(dir)
+}
+
+/// As [`base_dir`], where it need not be there: a command that only looks or removes makes nothing.
+///
+/// # Errors
+/// It belongs to another user.
+pub fn base() -> anyhow::Result<PathBuf> {
     let user = rustix::process::geteuid();
     let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
         // The supervisor has another current folder.
@@ -36,7 +46,9 @@ pub fn base_dir() -> anyhow::Result<PathBuf> {
         "{} is not UTF-8; set XDG_RUNTIME_DIR to another folder",
         dir.display()
     );
-    make_private(&dir)?;
+    if fs::symlink_metadata(&dir).is_ok() {
+        check_private(&dir)?;
+    }
     Ok(dir)
 }
 
@@ -48,6 +60,10 @@ pub(crate) fn make_private(dir: &Path) -> anyhow::Result<()> {
             return Err(e).with_context(|| format!("{} can't be made; set XDG_RUNTIME_DIR", dir.display()));
         }
     }
+    check_private(dir)
+}
+
+fn check_private(dir: &Path) -> anyhow::Result<()> {
     let meta = fs::symlink_metadata(dir)?;
     if !meta.is_dir()
         || meta.uid() != rustix::process::geteuid().as_raw()
@@ -147,14 +163,14 @@ impl StateDir {
     /// The folder of this project: its supervisor's, if one lives. It need not exist.
     ///
     /// # Errors
-    /// See [`base_dir`].
+    /// See [`base`].
     pub fn of(project: &Project) -> anyhow::Result<StateDir> {
         let living = supervisor(&project.file)?;
         if let Some(dir) = living.as_ref().and_then(|found| found.path.parent()) {
             return Ok(StateDir { path: dir.to_owned() });
         }
         let hash = hash(project.file.as_os_str().as_encoded_bytes());
-        Ok(StateDir { path: base_dir()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
+        Ok(StateDir { path: base()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
     }
 
     /// The folder at this path.
@@ -185,7 +201,11 @@ impl StateDir {
         loop {
             make_private(&self.path)?;
             let path = self.path.join("lock");
-            let file = File::options().create(true).truncate(false).write(true).open(&path);
+            let file = match File::options().create(true).truncate(false).write(true).open(&path) {
+                // What a dead supervisor has left can be looked at on a file system that has become read-only.
+                Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => File::open(&path),
+                other => other,
+            };
             let file = file.with_context(|| format!("{} can't be made", path.display()))?;
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
@@ -204,7 +224,7 @@ impl StateDir {
     /// # Errors
     /// Those of the file system.
     pub fn is_free(&self) -> io::Result<bool> {
-        let file = File::options().write(true).open(self.path.join("lock"))?;
+        let file = File::open(self.path.join("lock"))?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
