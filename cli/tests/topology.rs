@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo topology` without VMs: what it shows of machines, what it plans, what it refuses, and the XML for libvirt.
 
+use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-use common::Lab;
+use common::{Lab, PATIENCE, signal};
 
 mod common;
 
@@ -72,6 +74,56 @@ fn what_can_not_be_planned_is_refused_with_the_remedy() {
     let lab = Lab::new("[vm.a]\ntopology = \"close\"\ncpus = 250\nmemory = \"256M\"\n");
     let up = lab.run(&["up"]);
     assert!(String::from_utf8_lossy(&up.stderr).contains("wants 250 CPUs"), "{up:?}");
+    lab.assert_nothing_left();
+}
+
+/// The CPUs on which the threads of a process and of its children may run.
+fn runs_on(process: u64) -> String {
+    let process = u32::try_from(process).unwrap();
+    tombolo_topology::affinity::of_family(process).map(|cpus| cpus.to_string()).unwrap_or_default()
+}
+
+/// The switch of 'lan' as `ps` has it, once it `is` so.
+fn switch(lab: &Lab, is: impl Fn(u64, &str) -> bool) -> (u64, String) {
+    let begun = Instant::now();
+    loop {
+        let ps = lab.ps();
+        let service = ps["services"].as_array().unwrap().iter().find(|s| s["name"] == "lan").unwrap();
+        let cpus = service["cpus"].as_str().unwrap().to_owned();
+        match service["process"].as_u64() {
+            Some(process) if is(process, &cpus) => return (process, cpus),
+            _ => assert!(begun.elapsed() < PATIENCE, "{ps:#}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn the_switch_of_a_placed_vm_runs_on_reserved_cpus_when_it_is_started_again_too_and_gets_the_others_back() {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
+    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\nready = \"running\"\nnetworks = { lan = { address = \"none\" } }\n";
+    let lab = Lab::new(&format!(
+        "qemu = \"{}\"\nreserve = 1\n[net.lan]\n[vm.placed]\ntopology = \"close\"\ncpus = 1\n{vm}[vm.other]\n{vm}",
+        fake.display()
+    ));
+    std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
+    lab.good(&["up"]);
+    let all = runs_on(u64::from(std::process::id()));
+    let (first, reserved) = switch(&lab, |process, cpus| !cpus.is_empty() && runs_on(process) == cpus);
+    assert_ne!(reserved, all, "this test needs a second CPU");
+    let ps = lab.ps();
+    let placed = ps["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == "placed").unwrap();
+    assert_eq!(placed["placement"]["plan"]["emulator"], reserved.as_str(), "{ps:#}");
+    assert!(lab.good(&["topology", "show"]).contains("QEMU of placed, switch of lan)"));
+    assert!(lab.good(&["topology", "plan"]).contains(&format!("switch of lan: CPUs {reserved}")));
+
+    signal(u32::try_from(first).unwrap(), "KILL");
+    let (second, _) = switch(&lab, |process, cpus| process != first && runs_on(process) == cpus);
+    lab.good(&["down", "placed"]);
+    switch(&lab, |process, cpus| cpus.is_empty() && runs_on(process) == all);
+    lab.good(&["up"]);
+    switch(&lab, |process, cpus| process == second && runs_on(process) == cpus && cpus == reserved);
+    lab.good(&["down"]);
     lab.assert_nothing_left();
 }
 

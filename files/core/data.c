@@ -171,28 +171,49 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 	return inode ? 0 : -EUCLEAN;
 }
 
-/* Zeroes from 'at' to the end of its block, if there is a block. */
-static int zero_tail(struct tfs *fs, struct tfs_inode *inode, tmb_u64 at)
+/* Zeroes the range in place where there are blocks; holes are zero already. */
+static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
 {
-	tmb_u64 in_block = at & (TFS_BLOCK - 1);
-	struct tfs_run run;
-	int err;
+	tmb_u64 runs = 0;
 
-	if (!in_block)
-		return 0;
-	err = tfs_tree_map(fs, tmb_load(&inode->root), at >> TFS_BLOCK_SHIFT, 1, &run);
-	if (!err && run.block) {
-		memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, TFS_BLOCK - in_block);
-		tfs_persist(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, TFS_BLOCK - in_block);
+	while (offset < end) {
+		tmb_u64 in_block = offset & (TFS_BLOCK - 1), n;
+		struct tfs_run run;
+		int err = next_run(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run, &runs);
+
+		if (err)
+			return err;
+		n = TFS_MIN(end - offset, (run.count << TFS_BLOCK_SHIFT) - in_block);
+		if (run.block) {
+			memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, n);
+			tfs_persist(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
+		}
+		offset += n;
 	}
-	return err;
+	return 0;
 }
 
-int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h)
+static tmb_u64 end_of_block(tmb_u64 at)
+{
+	return tfs_blocks_of(at) << TFS_BLOCK_SHIFT;
+}
+
+/*
+ * Called before a file grows. Blocks behind its end may have bytes: a preallocated block to which a member wrote, and died before it stored the size; or
+ * blocks of a write that was killed.
+ */
+static int zero_behind_end(struct tfs *fs, struct tfs_inode *inode, tmb_u64 to)
+{
+	tmb_u64 size = tmb_load(&inode->size), end = end_of_block(size);
+
+	return zero_range(fs, inode, size, to > end ? to : end);
+}
+
+int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h, tmb_u64 to)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return inode ? zero_tail(fs, inode, tmb_load(&inode->size)) : -EUCLEAN;
+	return inode ? zero_behind_end(fs, inode, to) : -EUCLEAN;
 }
 
 static int fault_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
@@ -293,7 +314,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 	else
 		len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
 	if (!err && *offset + len > size)
-		err = tfs_extend_zero_locked(fs, h);
+		err = tfs_extend_zero_locked(fs, h, *offset);
 	while (!err && done < len) {
 		tmb_u64 at = *offset + done, in_block = at & (TFS_BLOCK - 1), n;
 		tmb_u8 *to;
@@ -375,7 +396,7 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 	old = tmb_load(&inode->size);
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	if (size > old)
-		err = zero_tail(fs, inode, old);
+		err = zero_behind_end(fs, inode, size);
 	else
 		err = tfs_begin_removal(fs, slot, inode, from, ~0ULL, &gone);
 	if (!err) {
@@ -387,7 +408,7 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 			drop_suid(inode);
 		tfs_changed(inode, now, true);
 		if (size <= old) {
-			err = zero_tail(fs, inode, size);
+			err = zero_range(fs, inode, size, end_of_block(size));
 			if (!err)
 				err = tfs_remove_blocks(fs, inode, h.ino, from, ~0ULL, gone, false);
 		}
@@ -400,28 +421,6 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 end:
 	tfs_tx_end(fs, slot);
 	return err;
-}
-
-/* Zeroes the range in place where there are blocks; holes are zero already. */
-static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
-{
-	tmb_u64 runs = 0;
-
-	while (offset < end) {
-		tmb_u64 in_block = offset & (TFS_BLOCK - 1), n;
-		struct tfs_run run;
-		int err = next_run(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run, &runs);
-
-		if (err)
-			return err;
-		n = TFS_MIN(end - offset, (run.count << TFS_BLOCK_SHIFT) - in_block);
-		if (run.block) {
-			memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, n);
-			tfs_persist(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
-		}
-		offset += n;
-	}
-	return 0;
 }
 
 static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 slot, tmb_u64 offset, tmb_u64 end)
@@ -468,8 +467,9 @@ static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write 
 	return 0;
 }
 
-/* Fills one step of the range under the inode's lock. size_to: the file's new size; 0: unchanged. */
-static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 end, tmb_u64 size_to, tmb_s64 now)
+/* Fills one step of the range under the inode's lock. size_to: the file's new size; 0: unchanged. from: what lies behind the end before it was zeroed by an
+ * earlier step. */
+static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 end, tmb_u64 size_to, tmb_u64 from, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	struct tfs_write w;
@@ -482,10 +482,12 @@ static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 
 		start_tx(fs, &w);
 		err = punch(fs, inode, h.ino, w.slot, offset, end);
 	} else {
-		bool longer = size_to > tmb_load(&inode->size);
+		tmb_u64 size = tmb_load(&inode->size);
+		bool longer = size_to > size;
 
-		if (longer)
-			err = zero_tail(fs, inode, tmb_load(&inode->size));
+		from = from > size ? from : size;
+		if (!(mode & TFS_FALLOC_KEEP_SIZE) && from < end)
+			err = zero_range(fs, inode, from, end);
 		if (!err && mode & TFS_FALLOC_ZERO)
 			err = zero_range(fs, inode, offset, end);
 		if (!err)
@@ -505,7 +507,7 @@ static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 
 
 int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
 {
-	tmb_u64 end = offset + len, size_to = mode & TFS_FALLOC_KEEP_SIZE ? 0 : end;
+	tmb_u64 end = offset + len, size_to = mode & TFS_FALLOC_KEEP_SIZE ? 0 : end, from = 0;
 	int err = 0;
 
 	if (!len || end < offset)
@@ -513,13 +515,13 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 	if (end > TFS_MAX_SIZE)
 		return -EFBIG;
 	if (mode & TFS_FALLOC_PUNCH)
-		return fill_step(fs, h, mode, offset, end, 0, now);
+		return fill_step(fs, h, mode, offset, end, 0, 0, now);
 	/* In steps, so that other members get the lock in between; the size last. */
 	while (!err && offset < end) {
 		tmb_u64 to = TFS_MIN(end, (offset / FALLOC_STEP + 1) * FALLOC_STEP);
 
-		err = fill_step(fs, h, mode, offset, to, to == end ? size_to : 0, now);
-		offset = to;
+		err = fill_step(fs, h, mode, offset, to, to == end ? size_to : 0, from, now);
+		from = offset = to;
 		tfs_os_yield();
 	}
 	return err;

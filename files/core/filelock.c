@@ -50,7 +50,8 @@ static int lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, str
 	if (!inode)
 		return -ESTALE;
 	lock = own_lock(inode);
-	err = tfs_lock(fs, lock ? lock : &inode->lock, how);
+	/* A release may come when its file is closed, and gone. Then the words of the table's lock may be a directory's. */
+	err = lock ? tfs_lock_of(fs, lock, how, inode, h) : tfs_lock(fs, &inode->lock, how);
 	if (err)
 		return err;
 	/* An inode keeps its type for life, and a later inode with its number is not the handle's. */

@@ -14,35 +14,39 @@
 
 /* --- transactions ----------------------------------------------------------------------------------------------- */
 
-/* Keeps a linked block that carries the dead member's tag. */
-static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
-{
-	tmb_u8 *map = tfs_map_bytes(fs), tag = *(tmb_u8 *)ctx;
-
-	(void)node;
-	for (; count; count--, block++)
-		if (tmb_load(&map[block]) == tag)
-			tfs_set_map(fs, block, 1, TFS_MAP_USED);
-	return 0;
-}
-
 /* The findings of one member's recovery in its transactions. */
 struct settling {
 	tmb_u8 tag;
 	tmb_u64 budget;	 /* blocks of trees that are still looked at */
+	tmb_u64 linked;	 /* blocks of the present inode's trees */
 	tmb_u64 holders; /* members that may still look at blocks that were unlinked */
 	bool damaged;	 /* a tree could not be walked to its end */
 };
 
+/* Keeps a linked block that carries the dead member's tag. */
+static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+{
+	struct settling *s = ctx;
+	tmb_u8 *map = tfs_map_bytes(fs);
+
+	(void)node;
+	s->linked += count;
+	for (; count; count--, block++)
+		if (tmb_load(&map[block]) == s->tag)
+			tfs_set_map(fs, block, 1, TFS_MAP_USED);
+	return 0;
+}
+
 static void keep_tree(struct tfs *fs, tmb_u64 root, struct settling *s)
 {
-	if (tfs_tree_walk(fs, root, keep_tagged, &s->tag, &s->budget))
+	if (tfs_tree_walk(fs, root, keep_tagged, s, &s->budget))
 		s->damaged = true;
 }
 
 static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct settling *s)
 {
 	struct tfs_inode *inode;
+	tmb_u32 owner;
 
 	if (ino == TFS_TX_ITABLE) {
 		keep_tree(fs, tmb_load(&tfs_sb(fs)->itable_root), s);
@@ -51,10 +55,14 @@ static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct settling *s)
 	inode = tfs_inode(fs, ino);
 	if (!inode)
 		return;
+	s->linked = 0;
 	keep_tree(fs, tmb_load(&inode->root), s);
 	keep_tree(fs, tmb_load(&inode->index_root), s);
 	keep_tree(fs, tmb_load(&inode->xattr_root), s);
 	keep_tree(fs, tmb_load(&inode->locks), s);
+	/* The dead member may have linked or unlinked blocks that it did not count any more. Without its lock, another member may be changing the file now. */
+	if (!s->damaged && tfs_lock_held(&inode->lock, &owner) && owner + 1 == s->tag)
+		tfs_count_blocks(fs, inode, (tmb_s64)(s->linked - tmb_load(&inode->blocks)));
 }
 
 /* Repeats the work of a transaction that had begun; the dead member still holds its inode's lock. */

@@ -374,23 +374,42 @@ static bool readers_left(struct tfs *fs)
 	return false;
 }
 
-void tfs_revoked(struct tfs *fs)
+/*
+ * Takes the lock of the deferred blocks unless a living member keeps it: one that is suspended with it must not stop the worker, which other members wait
+ * for.
+ */
+static bool lock_soon(struct tfs *fs)
+{
+	struct tmb_lock *deferred = &tfs_sb(fs)->deferred_lock;
+
+	for (tmb_u32 round = 0; round < SPINS; round++) {
+		tmb_u64 now = tmb_load(&deferred->word);
+
+		if (tfs_try_lock(fs, deferred))
+			return true;
+		if ((now & TFS_LOCK_KIND) != TFS_LOCK_HELD || !tfs_member_alive(fs, tmb_lock_owner(now), (tmb_u32)(now >> 32)))
+			return !lock(fs);
+		tfs_os_relax();
+	}
+	return false;
+}
+
+bool tfs_revoked(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	tmb_u64 bit = 1ULL << fs->member;
 
 	if (!fs->read_only)
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
-	if (!fs->members || fs->read_only || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
-		return;
-	if (readers_left(fs)) {
+	if (!fs->members || fs->read_only || tfs_fenced(fs) || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
+		return false;
+	if (readers_left(fs) || !lock_soon(fs)) {
 		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
-		return;
+		return true;
 	}
-	if (lock(fs))
-		return;
 	/* The bit is set again: blocks deferred since then wait for the next round. */
 	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
 		release(fs, bit);
 	end_deferral(fs);
+	return false;
 }

@@ -78,9 +78,10 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
  * whose tfs_map_seq has changed since the mapping, then calls tfs_revoked. If a mapping can't be taken back, it sets the bit again instead.
  */
 void tfs_revoke(struct tfs *fs);
-/* Called when every mapping that was stale when TMB_PENDING_REVOKE was cleared is gone: blocks deferred for them become free. Sets the bit again
- * while one of this member's readers has not finished; the caller then calls both once more after a while. */
-void tfs_revoked(struct tfs *fs);
+/* Called when every mapping that was stale when TMB_PENDING_REVOKE was cleared is gone: blocks deferred for them become free. True: it has set the bit
+ * again, since one of this member's readers has not finished or another member has the lock of the deferred blocks; the caller calls both once more after
+ * a while. */
+bool tfs_revoked(struct tfs *fs);
 
 /* Called when this member's doorbell rang: threads that wait for a lock look again. */
 void tfs_rang(struct tfs *fs);
@@ -266,8 +267,9 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 /* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, clears S_ISUID and S_ISGID if
  * kill_suid, ends the transaction. The caller calls it after every begin. */
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now);
-/* Zeroes from the present size to the end of its block, so that a larger size exposes no old bytes. */
-int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h);
+/* Zeroes what blocks have from the present size to the end of its block, or to 'to' if that lies further on, so that a larger size exposes no old bytes.
+ * to: where the write begins. */
+int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h, tmb_u64 to);
 /*
  * Page fault on a hole: allocates one zeroed block, or 512 if count and alignment allow it, or finds the blocks that another member has put there.
  * -ENXIO: beyond the end. -EAGAIN: another member is changing the inode and may be waiting for this one to unmap it; the caller releases the locks

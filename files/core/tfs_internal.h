@@ -160,6 +160,8 @@ enum tfs_how {
 	TFS_NO_RECOVERY, /* as TFS_SURE, and takes a dead owner's lock over without recovering the owner */
 };
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how);
+/* The same for a lock in an inode's record whose memory has another use once the inode is gone. -ESTALE: it is gone. */
+int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h);
 bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock);
 void tfs_unlock(struct tfs *fs, struct tmb_lock *lock);
 bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner); /* by a member, dead or alive */
@@ -168,6 +170,8 @@ struct tfs_wait {
 	enum tfs_how how;
 	bool asked;
 	tmb_u64 started, changed, seen, tell;
+	struct tfs_inode *inode; /* NULL: any. The wait ends when this is no longer the handle's inode */
+	struct tfs_handle h;
 };
 void tfs_wait_start(struct tfs_wait *w, enum tfs_how how);
 /* Sleeps a little, or until *bell (NULL: none) is no longer 'rung'. While 'seen' stays the same, 'owner' (TFS_MEMBERS: none) is asked for a sign of

@@ -304,6 +304,11 @@ static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *p
 		tmb_fetch_or(&lock->waiters, bit);
 }
 
+static bool is_gone(struct tfs_inode *inode, struct tfs_handle h)
+{
+	return inode && !tfs_is(inode, h);
+}
+
 /*
  * Waits until this thread owns the lock (1), or the wait has ended otherwise (an error). Only the first of the queue acts, and threads that find all
  * places taken: what the others wait for may not come before such a thread has its lock. *placep: its place, NULL: none.
@@ -324,7 +329,7 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 				seen = now;
 				since = tfs_os_clock();
 			}
-			got = attempt(fs, lock, w, now, since);
+			got = is_gone(w->inode, w->h) ? -ESTALE : attempt(fs, lock, w, now, since);
 			if (got)
 				return got;
 			if (!announce(fs, lock, now) || (slept && !demand(lock, &now)))
@@ -339,9 +344,9 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 }
 
 /* Spins for a lock that is about to be released. False: it stays taken, or another thread demands it. */
-static bool spin(struct tfs *fs, struct tmb_lock *lock)
+static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode, struct tfs_handle h)
 {
-	for (tmb_u32 i = 0; i < SPINS; i++) {
+	for (tmb_u32 i = 0; i < SPINS && !is_gone(inode, h); i++) {
 		tmb_u64 now = tmb_load(&lock->word);
 
 		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
@@ -353,7 +358,7 @@ static bool spin(struct tfs *fs, struct tmb_lock *lock)
 	return false;
 }
 
-int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
+int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
 {
 	struct tfs_waiter *place = NULL;
 	struct tfs_wait w;
@@ -363,10 +368,17 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 		return -EROFS;
 	if (tfs_fenced(fs))
 		return -ESHUTDOWN;
-	if (spin(fs, lock))
+	if (spin(fs, lock, inode, h))
 		return 0;
 	tfs_wait_start(&w, how);
+	w.inode = inode;
+	w.h = h;
 	err = wait_in_queue(fs, lock, &w, &place);
+	if (err < 0 && is_gone(inode, h)) { /* there is no lock any more */
+		if (place)
+			dequeue(place);
+		return err;
+	}
 	withdraw(fs, lock, place);
 	if (err > 0)
 		return 0;
@@ -374,6 +386,11 @@ int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 	if (err != -ESHUTDOWN && tmb_load(&lock->waiters))
 		ring(fs, lock, fs->member);
 	return err;
+}
+
+int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
+{
+	return tfs_lock_of(fs, lock, how, NULL, (struct tfs_handle){0});
 }
 
 /* Returns the word that offers the lock in state 'now' to a member. */

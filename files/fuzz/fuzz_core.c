@@ -282,7 +282,7 @@ static void write_in_steps(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, 
 
 	if (tfs_write_begin(fs, h, &w))
 		return;
-	int err = tfs_extend_zero_locked(fs, h);
+	int err = tfs_extend_zero_locked(fs, h, fblock << TFS_BLOCK_SHIFT);
 
 	if (!err)
 		err = tfs_write_map_locked(fs, &w, fblock, count);

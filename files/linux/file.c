@@ -105,6 +105,9 @@ static size_t copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_
 	pagefault_disable();
 	done = stream ? _copy_from_iter_flushcache(start + skip, n, from) : _copy_from_iter(start + skip, n, from);
 	pagefault_enable();
+	/* Copies from kernel memory (splice, loop devices) don't order their streaming stores before the store that links the block. */
+	if (stream)
+		wmb();
 	if (w->is_new && skip + done < w->run.count << TFS_BLOCK_SHIFT)
 		memset(start + skip + done, 0, (w->run.count << TFS_BLOCK_SHIFT) - skip - done);
 	return done;
@@ -124,7 +127,7 @@ static int write_locked(struct inode *inode, struct tfs_write *w, const struct t
 
 	*done = 0;
 	if (pos + want > attr->size)
-		err = tfs_extend_zero_locked(fs, tmb_h(inode));
+		err = tfs_extend_zero_locked(fs, tmb_h(inode), pos);
 	while (!err && *done < want) {
 		size_t skip = (pos + *done) & (TFS_BLOCK - 1), n, copied;
 		u64 left = want - *done;

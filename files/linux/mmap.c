@@ -497,8 +497,7 @@ static void look(struct work_struct *work)
 	if (busy) {
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
 	} else if (pending & TMB_PENDING_REVOKE) {
-		tfs_revoked(&s->fs);
-		busy = tmb_load(&me->pending) & TMB_PENDING_REVOKE; /* a reader has not finished */
+		busy = tfs_revoked(&s->fs);
 	}
 	spin_lock(&s->mapped_lock);
 	again = busy || !list_empty(&s->mapped) || READ_ONCE(s->hearing);

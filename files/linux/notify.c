@@ -117,15 +117,35 @@ void tmb_tell_inode(struct inode *inode, u32 mask)
 
 /* --- hearing ----------------------------------------------------------------------------------------------- */
 
-static int is_number(struct inode *inode, void *data)
+struct number {
+	u64 ino;
+	bool evicted; /* an inode of this number is being evicted */
+};
+
+/* Takes a reference of the inode, unless it is being evicted or made. */
+static int grab_number(struct inode *inode, unsigned long hash, void *data)
 {
-	return inode->i_ino == *(u64 *)data;
+	struct number *n = data;
+
+	if (inode->i_ino != n->ino || READ_ONCE(inode->i_state) & I_NEW)
+		return 0;
+	if (igrab(inode))
+		return 1;
+	n->evicted = true;
+	return 0;
 }
 
+/*
+ * Returns the inode if this kernel knows it; -ESTALE: it is being evicted. The worker does not wait for the end of that: a removed file's last user
+ * may be waiting for a suspended member there.
+ */
 static struct inode *known(struct super_block *sb, u64 ino)
 {
-	struct inode *inode = ino ? ilookup5(sb, ino, is_number, &ino) : NULL;
+	struct number n = { .ino = ino };
+	struct inode *inode = ino ? find_inode_nowait(sb, ino, grab_number, &n) : NULL;
 
+	if (!inode && n.evicted)
+		return ERR_PTR(-ESTALE);
 	if (inode && tmb_refresh(inode) && inode->i_nlink) {
 		spin_lock(&inode->i_lock);
 		clear_nlink(inode);
@@ -136,7 +156,7 @@ static struct inode *known(struct super_block *sb, u64 ino)
 
 static bool watched(struct inode *inode)
 {
-	return inode && rcu_access_pointer(inode->i_fsnotify_marks);
+	return !IS_ERR_OR_NULL(inode) && rcu_access_pointer(inode->i_fsnotify_marks);
 }
 
 /* Returns this kernel's cookie for a rename, the same for both halves. */
@@ -230,24 +250,26 @@ static void hand_over_all(struct super_block *sb)
 bool tmb_changes_hear(struct tmb_sb *s)
 {
 	struct tfs_change *c = &s->heard;
+	bool lost = false;
 	unsigned int n;
+	int ret = 1;
 
 	if (!READ_ONCE(s->hearing))
 		return false;
-	for (n = 0; n < TMB_CHANGES_AT_ONCE; n++) {
-		int ret = tfs_listen_next(&s->fs, &s->listener, c);
-
-		if (!ret)
-			return false;
+	for (n = 0; ret && n < TMB_CHANGES_AT_ONCE; n++) {
+		ret = tfs_listen_next(&s->fs, &s->listener, c);
 		if (ret == 1) {
 			c->mask &= ALL_FSNOTIFY_DIRENT_EVENTS | FS_ATTRIB | FS_MODIFY | FS_CLOSE_WRITE | FS_DELETE_SELF | FS_ISDIR;
 			hand_over(s->sb, c);
-		} else {
-			/* Any burst of changes does this, and the watchers are told to look: no log line. */
-			hand_over_all(s->sb);
 		}
+		/* Any burst of changes does this, and the watchers are told to look: no log line. */
+		lost |= ret < 0;
+		cond_resched();
 	}
-	return true;
+	/* Once a round: it looks at every inode in the cache, and a hostile member can lose changes as fast as they are looked for. */
+	if (lost)
+		hand_over_all(s->sb);
+	return ret;
 }
 
 static void forget_watches(struct work_struct *work)

@@ -417,3 +417,25 @@ fn a_guest_that_leaves_without_end_keeps_no_other_from_a_question() {
     assert_eq!(asked_by_the_switch(&mut net)[2].len(), 5, "four for the one, one for the other");
     assert_eq!(net.rig.view.ports()[4].port.received().dropped_for(Reason::Uplink), 16);
 }
+
+#[test]
+fn a_transparent_guests_own_tag_takes_no_question_of_the_switch_into_a_vlan() {
+    let mut net = Net::with(|i| Policy {
+        vlan: if i == 2 { Vlan::Access(5) } else { Vlan::Transparent },
+        router: false,
+        ..Policy::default()
+    });
+    with_querier(&mut net);
+    let leave = igmp(Rig::mac(0), host(0), 0x17, GROUP);
+    let to_querier = [&querier::MAC.0[..], &leave[6..]].concat();
+    for (plain, f) in [(false, &leave), (false, &to_querier), (true, &leave), (true, &to_querier)] {
+        let tag: &[u8] = if plain { &[] } else { &[0x81, 0, 0, 5] };
+        assert!(net.rig.nics[0].send(&[&f[..12], tag, &f[12..]].concat()));
+        net.rig.pass_at(0, net.now * SECOND);
+        net.rig.nics.iter_mut().for_each(|nic| while nic.receive().is_some() {});
+        let v4 = [0x08, 0, 0x46, 0xc0];
+        let there = if plain { vec![v4] } else { vec![] };
+        assert_eq!(asked_by_the_switch(&mut net), [there.clone(), there.clone(), vec![], there]);
+    }
+    assert_eq!(net.dropped(0, Reason::Vlan), 1, "the one for the querier alone");
+}

@@ -458,9 +458,52 @@ int tmb_sync_lookup(tmb_sync *s, enum tmb_sync_type type, const char *name, tmb_
 	return err;
 }
 
+/* Returns whether the values of both types are lock words. */
+static bool is_alike(tmb_u32 a, tmb_u32 b)
+{
+	return a == b || (a == TMB_MUTEX && b == TMB_RWLOCK) || (a == TMB_RWLOCK && b == TMB_MUTEX);
+}
+
+/*
+ * Finds a free place for an object: if there is one, a place that had only objects whose value means the same. An operation on a destroyed object may
+ * come so late that it changes the value of that object's successor; of a lock or a semaphore it can tell.
+ */
+static int find_place(tmb_sync *s, tmb_u32 type, tmb_u64 key, tmb_u32 *index)
+{
+	int err = -ENOSPC;
+	tmb_u32 i;
+
+	for (i = 0; i < TMB_SYNC_WINDOW && i < s->n_objects; i++) {
+		tmb_u32 at = window_at(s, key, i), had = tmb_load(&object_at(s, at)->type);
+
+		if (tmb_load_acquire(key_at(s, at)))
+			continue;
+		if (err)
+			*index = at;
+		err = 0;
+		if (!had || is_alike(had, type)) {
+			*index = at;
+			break;
+		}
+	}
+	return err;
+}
+
+static void make_object(tmb_sync *s, tmb_u32 type, const char *name, tmb_u64 initial, tmb_object at)
+{
+	struct tmb_sync_object *o = object_at(s, at.index);
+
+	tmb_store(&o->type, type);
+	memset(o->name, 0, sizeof(o->name));
+	memcpy(o->name, name, strlen(name));
+	memset(o->readers, 0, sizeof(o->readers));
+	tmb_store(&o->waiters, 0ULL);
+	tmb_store(&o->value, type == TMB_SEMAPHORE ? (tmb_u64)at.generation << 32 | initial : type == TMB_EVENT ? initial : 0);
+}
+
 int tmb_sync_create(tmb_sync *s, enum tmb_sync_type type, const char *name, uint64_t initial, tmb_object *out)
 {
-	tmb_u32 i, found, index;
+	tmb_u32 found;
 	tmb_u64 key;
 	int err = name_ok(name);
 
@@ -472,26 +515,11 @@ int tmb_sync_create(tmb_sync *s, enum tmb_sync_type type, const char *name, uint
 	err = table_lock(s);
 	if (err)
 		return err;
-	err = find(s, name, key, &found, out) ? -ENOSPC : -EEXIST;
-	for (i = 0; err == -ENOSPC && i < TMB_SYNC_WINDOW && i < s->n_objects; i++) {
-		struct tmb_sync_object *o;
-
-		index = window_at(s, key, i);
-		if (tmb_load_acquire(key_at(s, index)))
-			continue;
-		o = object_at(s, index);
-		out->index = index;
-		out->generation = tmb_load(&o->generation);
-		tmb_store(&o->type, (tmb_u32)type);
-		memset(o->name, 0, sizeof(o->name));
-		memcpy(o->name, name, strlen(name));
-		memset(o->readers, 0, sizeof(o->readers));
-		tmb_store(&o->waiters, 0ULL);
-		tmb_store(&o->value, type == TMB_SEMAPHORE ? (tmb_u64)out->generation << 32 | initial :
-				     type == TMB_EVENT	   ? initial :
-							     0);
-		tmb_store_release(key_at(s, index), key);
-		err = 0;
+	err = find(s, name, key, &found, out) ? find_place(s, type, key, &out->index) : -EEXIST;
+	if (!err) {
+		out->generation = tmb_load(&object_at(s, out->index)->generation);
+		make_object(s, type, name, initial, *out);
+		tmb_store_release(key_at(s, out->index), key);
 	}
 	table_unlock(s);
 	return err;
@@ -526,7 +554,7 @@ int tmb_sem_post(tmb_sync *s, tmb_object at)
 	o = object_at(s, at.index);
 	v = tmb_load(&o->value);
 	do {
-		if (v >> 32 != at.generation)
+		if (v >> 32 != at.generation || tmb_load_acquire(&o->generation) != at.generation)
 			return -EIDRM;
 		if ((v & 0xffffffff) >= SEM_MAX)
 			return -EOVERFLOW;
@@ -541,7 +569,8 @@ static inline int sem_try(struct tmb_sync_object *o, tmb_u32 generation)
 	tmb_u64 v = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 
 	do {
-		if (v >> 32 != generation)
+		/* Also the object's own: in the value of another type these bits mean something else. */
+		if (v >> 32 != generation || tmb_load_acquire(&o->generation) != generation)
 			return -EIDRM;
 		if (!(v & 0xffffffff))
 			return 0;

@@ -314,13 +314,13 @@ impl Filesystem {
         unsafe { sys::tfs_rang(self.raw()) }
     }
 
-    /// Called after TMB_PENDING_REVOKE was cleared: this handle maps nothing, so blocks deferred for its readers become free. Sets the bit again
-    /// while one of them has not finished.
-    pub fn let_go(&self) {
+    /// Called after TMB_PENDING_REVOKE was cleared: this handle maps nothing, so blocks deferred for its readers become free. True: one of them
+    /// has not finished, or another member has the lock of these blocks, and the caller calls it once more after a while.
+    pub fn let_go(&self) -> bool {
         // SAFETY: an open handle.
         unsafe {
             sys::tfs_revoke(self.raw());
-            sys::tfs_revoked(self.raw());
+            sys::tfs_revoked(self.raw())
         }
     }
 

@@ -473,3 +473,34 @@ fn a_lock_of_a_mount_that_waits_for_a_suspended_member_holds_up_no_lock_of_anoth
     drop((suspended, mounted));
     zone.assert_undamaged();
 }
+
+#[test]
+fn a_lock_of_a_mount_that_waits_for_a_suspended_member_keeps_no_other_waiter_from_being_interrupted() {
+    let zone = Zone::new();
+    let (suspended, mounted) = (zone.open(0), zone.open(1));
+    let (held, other) = (file(&mounted, "held"), file(&mounted, "other"));
+    let locks = Locks::default();
+    let answers = Arc::new(tempfile::tempfile().expect("a file"));
+    for (ino, unique) in [(held, 7), (other, 9)] {
+        locks.set(&mounted, ino, &request(1, libc::F_WRLCK)).expect("a lock");
+        assert!(locks.set_or_wait(&mounted, (&answers, unique), ino, &request(2, libc::F_WRLCK)).is_none());
+    }
+    let table = zone.table_lock_of(held);
+    table.store(held_by(0), SeqCst);
+    let length = || answers.metadata().map_or(0, |file| file.len());
+    let answered = std::thread::scope(|scope| {
+        scope.spawn(|| locks.serve(&mounted));
+        // SAFETY: the lock's second word.
+        let waits = unsafe { AtomicU64::from_ptr(table.as_ptr().wrapping_add(1)) };
+        wait_until(|| waits.load(SeqCst) != 0);
+        locks.interrupt(&mounted, 9);
+        wait_until(|| length() > 0);
+        let answered = length() > 0;
+        table.store(0, SeqCst);
+        locks.stop();
+        answered
+    });
+    assert!(answered, "its process can't be killed before the other member goes on");
+    drop((suspended, mounted));
+    zone.assert_undamaged();
+}

@@ -44,7 +44,8 @@ impl Owner {
         Ok(Owner { vm: vm.to_owned(), process, started })
     }
 
-    fn is_alive(&self) -> bool {
+    /// Returns whether the process still runs.
+    pub fn is_alive(&self) -> bool {
         start_of(self.process) == Some(self.started)
     }
 }

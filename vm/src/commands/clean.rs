@@ -16,7 +16,7 @@ use tombolo_zone::door::Found;
 
 use crate::commands::cli::say;
 use crate::commands::client;
-use crate::machine::{cgroup, growth};
+use crate::machine::{cgroup, growth, partition};
 use crate::project::accelerator;
 use crate::project::state::{self, StateDir};
 
@@ -47,13 +47,19 @@ struct Leftover {
 /// When one can't be removed; the others are.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let base = state::base()?;
+    let mut errors = Vec::new();
+    // A cgroup whose CPUs are its own has a child; both go with that.
+    let partitions = if options.dry_run { partition::orphans() } else { partition::give_back_orphans() };
+    let partitions = partitions.unwrap_or_else(|e| {
+        errors.push(format!("{e:#}"));
+        Vec::new()
+    });
     let groups = cgroup::leftovers(Path::new(cgroup::ROOT), &living()?);
     let mut leftovers: Vec<Leftover> =
         groups.into_iter().map(|path| Leftover { path, what: GROUP }).collect();
     leftovers.extend(of_projects(&base)?);
     leftovers.extend(scratch(&std::env::temp_dir(), scratch_in_use)?);
     leftovers.sort();
-    let mut errors = Vec::new();
     for leftover in &leftovers {
         if !options.dry_run {
             if let Err(e) = remove(leftover) {
@@ -70,11 +76,15 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     if json {
         let devices: Vec<String> = devices.iter().map(ToString::to_string).collect();
         say(&serde_json::to_string_pretty(&serde_json::json!({
-            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "errors": errors,
+            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "partitions_given_back": partitions, "errors": errors,
         }))?)?;
     } else {
         for address in devices {
             say(&format!("gave {address} back to its driver: its VM died"))?;
+        }
+        let verb = if options.dry_run { "would give" } else { "gave" };
+        for path in partitions {
+            say(&format!("{verb} the CPUs of {} back to the host: its VM died", path.display()))?;
         }
     }
     anyhow::ensure!(errors.is_empty(), "{}", errors.join("\n"));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo topology`: the host and who has what of it, what VMs would get, and whether a guest sees what its VM got.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -12,20 +13,23 @@ use serde::Serialize;
 use tombolo_topology::cli::ShowOptions;
 use tombolo_topology::compare::{self, Line, Verdict};
 use tombolo_topology::cpus::CpuSet;
+use tombolo_topology::dedicated::{Dedicated, HostFlags};
 use tombolo_topology::domain::Domain;
 use tombolo_topology::model::Topology;
 use tombolo_topology::picture::{self, Users};
 use tombolo_topology::plan::{Plan, Rules, VmPlan};
 use tombolo_topology::qemu::Vendor;
 use tombolo_topology::request::{Pages, Part};
-use tombolo_topology::{apply, cli, gather, read};
+use tombolo_topology::{affinity, apply, cli, gather, interrupts, read};
 
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::commands::ps::running;
-use crate::compose::Project;
+use crate::compose::{Compose, Project};
 use crate::machine::placement::{self, Placement};
 use crate::project::control::{Event, Request, Status};
+use crate::project::services::{self, Service};
+use crate::qemu::Hypervisor;
 
 /// The host's topology, and VMs on it.
 #[derive(clap::Subcommand, Debug)]
@@ -99,11 +103,18 @@ pub fn run(command: TopologyCommand, json: bool) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The CPUs of running VMs, by name.
+/// The CPUs of running VMs and of what serves them, by name.
 fn users(projects: &[Status]) -> Users {
     let vms = projects.iter().flat_map(|project| project.vms.iter().filter(|vm| vm.pid.is_some()));
-    let placed = vms.filter_map(|vm| Some((vm.name.clone(), vm.placement.as_ref()?.plan.host_cpus())));
-    placed.collect()
+    let plans = vms.filter_map(|vm| Some((vm.name.clone(), &vm.placement.as_ref()?.plan)));
+    let vms = plans.flat_map(|(name, plan)| {
+        let own = (format!("QEMU of {name}"), plan.service_cpus());
+        let interrupts = plan.roots.iter().flat_map(|root| root.interrupts.iter());
+        let interrupts = (format!("interrupts of {name}"), interrupts.collect());
+        [(name, plan.host_cpus()), own, interrupts]
+    });
+    let services = projects.iter().flat_map(|project| &project.services);
+    vms.chain(services.map(|service| (service.title(), service.cpus.clone()))).collect()
 }
 
 fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Result<ExitCode> {
@@ -125,16 +136,64 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
             placement::plan_all(&requests, &placement::rules(&project.compose, &running(None)?, own))?
         }
     };
+    let services = services::planned(&project.compose, &plan.vms);
+    let isolated = isolated(&project.compose, &plan.vms, synthetic.is_none());
+    let dedicated = plan.vms.iter().filter_map(|vm| {
+        let spec = project.compose.vm.get(&vm.name)?;
+        Some((vm.name.clone(), placement::dedicated(vm, spec, Hypervisor::Kvm)))
+    });
+    let planned = Planned { plan: &plan, services, isolated, dedicated: dedicated.collect() };
     if json {
-        say(&serde_json::to_string_pretty(&plan)?)?;
+        say(&serde_json::to_string_pretty(&planned)?)?;
     } else {
-        say(describe(&plan).trim_end())?;
+        say(describe(&planned).trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn describe(plan: &Plan) -> String {
+/// The output of `plan --json`.
+#[derive(Serialize)]
+struct Planned<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    services: Vec<Service>,
+    isolated: Vec<Isolated>,
+    /// By VM; nothing of it under TCG.
+    dedicated: BTreeMap<String, Dedicated>,
+}
+
+/// A VM that says `isolate`.
+#[derive(Serialize)]
+struct Isolated {
+    vm: String,
+    cpus: CpuSet,
+    /// Why this host can't do it.
+    refused: Option<String>,
+}
+
+/// The VMs that want their CPUs for themselves; `here`: on this host, which may lack something for that.
+fn isolated(compose: &Compose, plans: &[VmPlan], here: bool) -> Vec<Isolated> {
+    let wanting = plans.iter().filter(|plan| compose.vm.get(&plan.name).is_some_and(|spec| spec.isolate));
+    let of = |plan: &VmPlan| {
+        let checked = if here { placement::check_isolation(compose, &plan.name, plan) } else { Ok(()) };
+        let refused = checked.err().map(|e| format!("{e:#}"));
+        Isolated { vm: plan.name.clone(), cpus: plan.isolated_cpus(), refused }
+    };
+    wanting.map(of).collect()
+}
+
+fn describe(Planned { plan, services, isolated, dedicated }: &Planned<'_>) -> String {
     let mut text: String = plan.vms.iter().map(describe_vm).collect();
+    for service in services {
+        text.push_str(&format!("{}: CPUs {}\n", service.title(), service.cpus));
+    }
+    for (vm, dedicated) in dedicated.iter().filter(|(_, dedicated)| !dedicated.names().is_empty()) {
+        text.push_str(&format!("under KVM {vm} has {}\n", dedicated.names().join(", ")));
+    }
+    for Isolated { vm, cpus, refused } in isolated {
+        let refused = refused.as_ref().map(|why| format!(", which 'up' refuses: {why}")).unwrap_or_default();
+        text.push_str(&format!("isolated for {vm}: CPUs {cpus}{refused}\n"));
+    }
     let reserved: CpuSet = plan.reserved.values().flat_map(CpuSet::iter).collect();
     for (name, cpus) in [("reserved", &reserved), ("free", &plan.free)] {
         let cpus = if cpus.is_empty() { "no CPUs".into() } else { format!("CPUs {cpus}") };
@@ -177,6 +236,9 @@ fn describe_vm(vm: &VmPlan) -> String {
         let node = root.node.map_or("no node".into(), |node| format!("node {node}"));
         let devices: Vec<&str> = root.devices.iter().map(|device| device.address.as_str()).collect();
         text.push_str(&format!("  root complex {:02x} ({node}): {}\n", root.bus, devices.join(", ")));
+        if !root.interrupts.is_empty() {
+            text.push_str(&format!("    their interrupts on CPUs {}\n", root.interrupts));
+        }
     }
     for note in &vm.notes {
         text.push_str(&format!("  - {note}\n"));
@@ -203,6 +265,12 @@ fn check(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;
     let mut lines = compare::compare(&placement.plan.guest(), &guest(project, name)?);
     lines.extend(outside(pid, placement)?);
+    if placement.dedicated != Dedicated::default() {
+        let cpuinfo = ask(project, name, &["cat", "/proc/cpuinfo"])?;
+        lines.extend(flags(placement.dedicated, &HostFlags::of(&cpuinfo), &HostFlags::read()));
+    }
+    lines.extend(placement.partition.iter().flat_map(|group| partition(&placement.plan, group)));
+    lines.extend(beside(&status.services, name, &placement.plan));
     let count = |verdict| lines.iter().filter(|line| line.verdict == verdict).count();
     let [same, differs, unknown] = [Verdict::Same, Verdict::Differs, Verdict::Unknown].map(count);
     if json {
@@ -232,11 +300,83 @@ fn outside(pid: u32, placement: &Placement) -> anyhow::Result<Vec<Line>> {
     Ok(apply::compare(&placement.plan, &found))
 }
 
+/// Compares the flags of a guest's CPUs under KVM with what the VM was given.
+fn flags(given: Dedicated, guest: &HostFlags, host: &HostFlags) -> Vec<Line> {
+    let word = |on: bool| if on { "on" } else { "off" };
+    let mut lines = Vec::new();
+    if given.invtsc {
+        lines.push(Line::of("invariant TSC", "on", word(guest.has("nonstop_tsc"))));
+    }
+    if given.cpu_pm {
+        // Only a guest that may idle by itself is offered MWAIT, where the host has it.
+        lines.push(match host.has("monitor") {
+            true => Line::of("the guest idles by itself (MWAIT)", "on", word(guest.has("monitor"))),
+            false => Line::unknown("the guest idles by itself (MWAIT)", "on", "the host has no MWAIT"),
+        });
+    }
+    if given.hint {
+        lines.push(Line::unknown(
+            "hint that its CPUs are its own",
+            "on",
+            "a guest's kernel does not show it",
+        ));
+    }
+    lines
+}
+
+/// Compares the cgroup partition of a VM with its plan.
+fn partition(plan: &VmPlan, group: &Path) -> Vec<Line> {
+    let read = |file: &str| std::fs::read_to_string(group.join(file)).unwrap_or_default().trim().to_owned();
+    vec![
+        Line::of("cgroup partition of the vCPUs", "isolated", read("cpuset.cpus.partition")),
+        Line::of("CPUs of the partition", plan.isolated_cpus(), read("cpuset.cpus.effective")),
+    ]
+}
+
+/// Compares the CPUs of what serves a VM with its plan: switches, accelerator servers, interrupts of its devices.
+fn beside(services: &[Service], vm: &str, plan: &VmPlan) -> Vec<Line> {
+    let used = services.iter().filter(|s| !s.cpus.is_empty() && s.vms.iter().any(|user| user == vm));
+    let mut lines: Vec<Line> = used
+        .map(|service| {
+            let object = format!("{}: host CPUs", service.title());
+            match service.process.and_then(affinity::of_family) {
+                Some(found) => Line::of(object, &service.cpus, found),
+                None => Line::unknown(object, &service.cpus, "it is being started again"),
+            }
+        })
+        .collect();
+    for root in plan.roots.iter().filter(|root| !root.interrupts.is_empty()) {
+        for device in &root.devices {
+            let object = format!("interrupts of {}: host CPUs", device.address);
+            let numbers = interrupts::of_device(Path::new("/"), &device.address);
+            let found: Vec<CpuSet> =
+                numbers.into_iter().filter_map(|number| interrupts::cpus(Path::new("/"), number)).collect();
+            lines.push(match found.is_empty() {
+                true => Line::unknown(object, &root.interrupts, "the guest's driver has asked for none"),
+                false => Line::of(
+                    object,
+                    &root.interrupts,
+                    found.iter().flat_map(CpuSet::iter).collect::<CpuSet>(),
+                ),
+            });
+        }
+    }
+    lines
+}
+
 /// The machine that a guest's kernel shows, by its agent.
 fn guest(project: &Project, vm: &str) -> anyhow::Result<Topology> {
+    let said = ask(project, vm, &["/bin/sh", "-c", gather::SCRIPT])?;
+    let mut reader = crate::child::own_program();
+    reader.args(["topology", "read"]);
+    gather::topology(&said, reader)
+}
+
+/// The output of a command in a guest.
+fn ask(project: &Project, vm: &str, command: &[&str]) -> anyhow::Result<String> {
     let request = Request::Exec {
         vm: vm.to_owned(),
-        argv: ["/bin/sh", "-c", gather::SCRIPT].map(str::to_owned).to_vec(),
+        argv: command.iter().map(|word| (*word).to_owned()).collect(),
         env: Vec::new(),
         dir: None,
         input: false,
@@ -254,9 +394,7 @@ fn guest(project: &Project, vm: &str) -> anyhow::Result<Topology> {
         }
         anyhow::ensure!(said.len() <= gather::LONGEST, "the guest of '{vm}' does not stop writing");
     }
-    let mut reader = crate::child::own_program();
-    reader.args(["topology", "read"]);
-    gather::topology(&String::from_utf8_lossy(&said), reader)
+    Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
 fn libvirt(options: &LibvirtOptions) -> anyhow::Result<String> {
@@ -300,4 +438,23 @@ fn xml_of(name: &str) -> anyhow::Result<String> {
         text = String::from_utf8(output.stdout).context("the domain's XML is not UTF-8")?;
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_lacks_what_its_vm_was_given_differs() {
+        let all = Dedicated { hint: true, cpu_pm: true, invtsc: true };
+        let has = HostFlags::of("flags : monitor nonstop_tsc\n");
+        let lacks = HostFlags::of("flags : fpu\n");
+        let verdicts =
+            |guest, host| flags(all, guest, host).iter().map(|line| line.verdict).collect::<Vec<_>>();
+        use Verdict::{Differs, Same, Unknown};
+        assert_eq!(verdicts(&has, &has), [Same, Same, Unknown]);
+        assert_eq!(verdicts(&lacks, &has), [Differs, Differs, Unknown]);
+        assert_eq!(verdicts(&has, &lacks), [Same, Unknown, Unknown]);
+        assert!(flags(Dedicated::default(), &lacks, &has).is_empty());
+    }
 }

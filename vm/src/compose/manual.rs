@@ -23,7 +23,7 @@ const TABLES: [Table; 12] = [
             (
                 "reserve",
                 "0",
-                "Processors of each NUMA node that stay with the host, where VMs say topology; QEMU's own threads run there.",
+                "Processors of each NUMA node that stay with the host, where VMs say topology; QEMU's own threads run there, and so do the switches and accelerator servers of such VMs and the interrupts of their devices.",
             ),
             ("qemu", "\"qemu-system-x86_64\"", "The QEMU program. Default: $TOMBOLO_QEMU, then the PATH."),
             ("zone", "[zone.NAME]", "Zones by name."),
@@ -77,7 +77,11 @@ const TABLES: [Table; 12] = [
             ),
             ("mtu", "1500", "Largest IP packet."),
             ("workers", "1", "Threads of the switch."),
-            ("cpus", "[]", "Processors that the threads stay on, one each."),
+            (
+                "cpus",
+                "[]",
+                "Processors that the threads stay on, one each. Default: where VMs say topology, the reserved processors of their nodes.",
+            ),
             ("poll_us", "50", "Microseconds for which an idle thread goes on polling."),
             ("budget", "none", "Processor time that the switch may use, in hundredths of a processor."),
             (
@@ -161,6 +165,16 @@ const TABLES: [Table; 12] = [
                 "topology",
                 "none",
                 "The part of the host that it lies on, whose topology its guest sees: \"host\": all free processors; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
+            ),
+            (
+                "isolate",
+                "false",
+                "With topology and reserve: the kernel runs nothing but the vCPUs on its processors (a cgroup partition, Linux 6.7 and newer). It wants a delegated cgroup with the controller cpuset.",
+            ),
+            (
+                "cpu_pm",
+                "with isolate",
+                "With topology, under KVM: the guest idles by itself, without an exit. To the host its processors are always busy, so other threads there wait for their turn.",
             ),
             (
                 "pages",

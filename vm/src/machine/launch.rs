@@ -9,6 +9,7 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -17,6 +18,7 @@ use std::time::{Duration, Instant};
 use super::cgroup::Group;
 use super::disks::Drive;
 use super::hotplug::Ports;
+use super::partition;
 use super::state::State;
 use super::{Exit, Held, Machine, Phase, QUIT, Start};
 use crate::child::{self, Guarded};
@@ -196,7 +198,7 @@ impl Machine {
             placement: start.placement,
             threads: OnceLock::new(),
             ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),
-            held: Mutex::new(Held { devices: start.devices, group: start.group }),
+            held: Mutex::new(Held { devices: start.devices, group: start.group, ..Held::default() }),
         });
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
@@ -240,9 +242,13 @@ impl Machine {
                 Ok(status) => describe(status),
                 Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
             };
-            let held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
+            let mut held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
             if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
                 exit.how.push_str(", for want of memory: raise memory_limit");
+            }
+            held.interrupts.give_back(Path::new("/"));
+            if let Some(Err(e)) = held.partition.take().map(partition::give_back) {
+                crate::say!("the VM '{}': {e:#}", machine.name);
             }
             // The devices and the cgroup must be free before `ended` starts the next QEMU.
             drop(held);

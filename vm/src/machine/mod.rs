@@ -10,10 +10,11 @@
 //! - [`stop`]: the steps of a stop and their times.
 //! - [`hotplug`]: devices of zones that come to a running VM; [`port`]: virtio-serial ports.
 //! - [`growth`]: passed-through devices, and memory that grows; [`placement`]: the part of the host that a VM lies on.
-//! - [`disks`], [`cgroup`]: overlays of disks, and limits.
+//! - [`disks`], [`cgroup`]: overlays of disks, and limits; [`partition`]: CPUs that are the VM's own.
 //! - [`handover`]: a VM that goes on in the next program of this process.
 
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use tombolo_start::layout::Layout;
 use tombolo_topology::apply::Thread;
+use tombolo_topology::interrupts::Interrupts;
 use tombolo_topology::plan::VmPlan;
 
 use crate::child;
@@ -37,6 +39,7 @@ use crate::qemu::version::Qemu;
 use cgroup::Group;
 use disks::Drive;
 use hotplug::Ports;
+use partition::Partition;
 use placement::Placement;
 use state::State;
 
@@ -47,6 +50,7 @@ pub mod growth;
 pub mod handover;
 pub mod hotplug;
 mod launch;
+pub mod partition;
 pub mod placement;
 pub mod port;
 mod stall;
@@ -126,6 +130,10 @@ pub struct Machine {
 struct Held {
     devices: growth::Taken,
     group: Option<Group>,
+    /// Below the cgroup.
+    partition: Option<Partition>,
+    /// Of the devices.
+    interrupts: Interrupts,
 }
 
 impl Machine {
@@ -172,7 +180,29 @@ impl Machine {
     /// The part of the host that the VM lies on, with its pinned threads.
     pub fn placement(&self) -> Option<Placement> {
         let threads = self.threads.get().cloned().unwrap_or_default();
-        Some(Placement { plan: self.placement.clone()?, threads })
+        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let partition = held.partition.as_ref().map(Partition::path);
+        let plan = self.placement.clone()?;
+        let dedicated = placement::dedicated(&plan, &self.spec, self.hypervisor);
+        Some(Placement { plan, threads, partition, dedicated })
+    }
+
+    /// The part of the host that the VM was planned for.
+    pub fn plan(&self) -> Option<&VmPlan> {
+        self.placement.as_ref()
+    }
+
+    /// Gives the interrupts that its devices have now to their CPUs; called once a second.
+    pub fn tend_interrupts(&self) {
+        let Some(plan) = self.placement.as_ref().filter(|_| !self.has_ended()) else { return };
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        for root in plan.roots.iter().filter(|root| !root.interrupts.is_empty()) {
+            for device in &root.devices {
+                for refused in held.interrupts.place(Path::new("/"), &device.address, &root.interrupts) {
+                    crate::say!("the VM '{}': {refused}", self.name);
+                }
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

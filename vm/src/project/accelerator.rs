@@ -268,6 +268,14 @@ impl Accelerator {
         }
     }
 
+    /// The process of its server on this host, while it runs.
+    pub fn process(&self) -> Option<u32> {
+        match &self.runs {
+            Runs::Here(keeper) => keeper.process().0,
+            Runs::In(_) => None,
+        }
+    }
+
     /// The zones of its VMs.
     pub fn zones(&self) -> Vec<Arc<HostZone>> {
         lock(&self.server.slots).values().map(|slot| slot.zone.clone()).collect()

@@ -213,6 +213,9 @@ pub struct Status {
     pub zones: Vec<ZoneStatus>,
     pub networks: Vec<NetStatus>,
     pub accelerators: Vec<AccelStatus>,
+    /// The CPUs of the switches and servers of VMs with `topology`.
+    #[serde(default)]
+    pub services: Vec<crate::project::services::Service>,
 }
 
 impl Status {
@@ -227,6 +230,7 @@ impl Status {
             zones: Vec::new(),
             networks: Vec::new(),
             accelerators: Vec::new(),
+            services: Vec::new(),
         }
     }
 }

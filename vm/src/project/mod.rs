@@ -23,6 +23,7 @@ pub mod owner;
 pub mod patience;
 pub mod peer;
 pub mod preflight;
+pub mod services;
 pub mod session;
 pub mod silent;
 pub mod state;

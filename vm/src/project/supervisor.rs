@@ -7,6 +7,7 @@
 //! - `turn`: one request at a time starts or stops VMs.
 //! - `up`, `plan`, `hypervisor`, `order`: what `up` does; `launch`: the start of one VM. `down`: what `down` does.
 //! - `again`: reboots and restart policies. `members`: memberships in zones. `owners`: VMs that own accelerators.
+//! - `services`: the CPUs of switches, servers and interrupts.
 //! - `status`: the answer to `ps`. `upgrade`: the next program of this process.
 
 use std::collections::BTreeMap;
@@ -49,6 +50,7 @@ mod owners;
 mod plan;
 mod reception;
 mod requests;
+mod services;
 mod status;
 mod turn;
 mod up;
@@ -71,6 +73,8 @@ struct Supervisor {
     /// This process is about to become another program.
     upgrading: AtomicBool,
     lasting: Lasting,
+    /// Switches and servers that run on reserved CPUs.
+    confined: Mutex<services::Confined>,
 }
 
 /// The lock and the door of a project. The process that holds them is the project's supervisor.
@@ -185,6 +189,7 @@ impl Supervisor {
             ending: AtomicBool::new(false),
             upgrading: AtomicBool::new(false),
             lasting: Lasting::default(),
+            confined: Mutex::default(),
         }
     }
 
@@ -226,6 +231,7 @@ impl Supervisor {
                 }
             }
             self.tend_accelerators();
+            self.tend_places();
             drop(inside);
             let machines: Vec<_> = self.lock().machines.values().cloned().collect();
             for machine in machines {

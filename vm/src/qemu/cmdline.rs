@@ -105,7 +105,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
         if private { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
     match plan.placement {
         Some(placed) => {
-            for (option, value) in placement::arguments(placed, plan.qemu, plan.hypervisor, !private)? {
+            for (option, value) in placement::arguments(placed, spec, plan.qemu, plan.hypervisor, !private)? {
                 add(option, value);
             }
         }
@@ -287,6 +287,28 @@ mod tests {
         assert!(own.contains("memory-backend-memfd,id=ram,size=1024M,share=on"), "{own}");
         let alone = line("memory = \"1G\"", Hypervisor::Tcg, vec![]);
         assert!(alone.contains("memory-backend-ram,id=ram,size=1024M "), "{alone}");
+    }
+
+    #[test]
+    fn only_under_kvm_a_vm_on_a_part_of_the_host_is_told_that_its_cpus_are_its_own() {
+        let placed = |hypervisor| {
+            let spec: VmSpec =
+                toml::from_str("topology = \"host\"\nisolate = true\nmemory = \"1G\"").unwrap();
+            let host =
+                tombolo_topology::read::synthetic("package:1 [numa(memory=16GiB)] core:4 pu:1").unwrap();
+            let requests = placement::requests([("a", &spec)].into_iter());
+            let rules = tombolo_topology::plan::Rules { reserve: 1, ..Default::default() };
+            let plan = tombolo_topology::plan::plan(&host, &rules, &requests).unwrap();
+            let qemu = Qemu { program: "qemu".into(), version: (7, 2, 0) };
+            let list = placement::arguments(&plan.vms[0], &spec, &qemu, hypervisor, false).unwrap();
+            list.iter().map(|(option, value)| format!("{option} {value}")).collect::<Vec<_>>().join(" ")
+        };
+        let (kvm, tcg) = (placed(Hypervisor::Kvm), placed(Hypervisor::Tcg));
+        assert!(kvm.contains(",kvm-hint-dedicated=on") && kvm.contains("-overcommit cpu-pm=on"), "{kvm}");
+        assert!(
+            !tcg.contains("hint-dedicated") && !tcg.contains("cpu-pm") && !tcg.contains("invtsc"),
+            "{tcg}"
+        );
     }
 
     #[test]

@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
-use rustix::process::Pid;
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::affinity;
 use crate::compare::Line;
 use crate::cpus::CpuSet;
 use crate::memory::MIB;
@@ -52,34 +52,11 @@ pub fn pin(pid: u32, threads: &[Thread], plan: &VmPlan) -> Result<()> {
         let thread = of.with_context(|| format!("QEMU has no thread for the vCPU on CPU {}", vcpu.host))?;
         vcpus.insert(thread.thread, vcpu.host);
     }
-    for thread in tasks(pid)? {
+    for thread in affinity::threads(pid)? {
         let cpus = vcpus.get(&thread).map_or_else(|| plan.emulator.clone(), |cpu| CpuSet::from_iter([*cpu]));
-        set_affinity(thread, &cpus)?;
+        affinity::set(thread, &cpus)?;
     }
     Ok(())
-}
-
-/// The threads of a process.
-fn tasks(pid: u32) -> Result<Vec<u32>> {
-    let folder = Path::new("/proc").join(pid.to_string()).join("task");
-    let entries =
-        std::fs::read_dir(&folder).with_context(|| format!("{} can't be read", folder.display()))?;
-    Ok(entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
-}
-
-fn set_affinity(thread: u32, cpus: &CpuSet) -> Result<()> {
-    let mut set = rustix::thread::CpuSet::new();
-    for cpu in cpus.iter() {
-        let cpu = cpu as usize;
-        ensure!(cpu < rustix::thread::CpuSet::MAX_CPU, "CPU {cpu} is beyond what a thread can be pinned to");
-        set.set(cpu);
-    }
-    let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).context("a thread without a number")?;
-    match rustix::thread::sched_setaffinity(Some(pid), &set) {
-        // A thread that has ended needs no CPU.
-        Err(rustix::io::Errno::SRCH) => Ok(()),
-        result => result.with_context(|| format!("the thread {thread} can't be pinned to the CPUs {cpus}")),
-    }
 }
 
 /// The places of a running QEMU's memory and threads.
@@ -87,6 +64,8 @@ fn set_affinity(thread: u32, cpus: &CpuSet) -> Result<()> {
 pub struct Found {
     /// CPUs that the thread of each vCPU may use, in the guest's order.
     pub vcpus: Vec<CpuSet>,
+    /// CPUs that any of QEMU's other threads may use.
+    pub emulator: CpuSet,
     /// Bytes of the VM's memory that exist, by node of the host.
     pub memory: BTreeMap<u32, u64>,
     /// Bytes in huge pages, reserved or transparent.
@@ -102,11 +81,10 @@ pub fn found(pid: u32, threads: &[Thread], plan: &VmPlan) -> Result<Found> {
     let mut found = Found::default();
     for vcpu in &plan.vcpus {
         let of = threads.iter().find(|thread| thread.slot == vcpu.slot);
-        let status = of.map(|thread| process.join(format!("task/{}/status", thread.thread)));
-        let text = status.and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
-        let list = text.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-        found.vcpus.push(list.and_then(|list| list.parse().ok()).unwrap_or_default());
+        found.vcpus.push(of.and_then(|of| affinity::of_thread(of.thread)).unwrap_or_default());
     }
+    let own = affinity::threads(pid)?.into_iter();
+    found.emulator = affinity::of_threads(own.filter(|own| !threads.iter().any(|vcpu| vcpu.thread == *own)));
     let read = |name: &str| {
         let path = process.join(name);
         std::fs::read_to_string(&path).with_context(|| format!("{} can't be read", path.display()))
@@ -183,6 +161,7 @@ pub fn compare(plan: &VmPlan, found: &Found) -> Vec<Line> {
     for (number, (vcpu, cpus)) in plan.vcpus.iter().zip(&found.vcpus).enumerate() {
         lines.push(Line::of(format!("vCPU {number}: host CPUs"), vcpu.host, cpus));
     }
+    lines.push(Line::of("QEMU's own threads: host CPUs", &plan.emulator, &found.emulator));
     let mut planned: BTreeMap<u32, u64> = BTreeMap::new();
     for node in &plan.nodes {
         *planned.entry(node.host).or_default() += node.memory;

@@ -13,7 +13,9 @@
 //! - [`plan`]: what each VM gets; [`shape`] for its sockets, dies, cores and threads, [`memory`] for its nodes' memory.
 //! - [`qemu`]: QEMU's arguments.
 //! - [`domain`]: libvirt's XML.
-//! - [`apply`]: the threads of a QEMU are pinned, and what its memory lies on is read.
+//! - [`dedicated`]: what KVM gives a VM whose vCPUs have CPUs of their own.
+//! - [`apply`]: the threads of a QEMU are pinned, and what its memory lies on is read; [`affinity`]: the CPUs of any thread or process.
+//! - [`interrupts`]: the CPUs that handle the interrupts of passed-through devices.
 //! - [`gather`]: what a guest's kernel shows of its machine.
 //! - [`compare`]: a machine beside what it must be.
 //! - [`picture`]: a topology as a tree of text and as SVG.
@@ -21,12 +23,15 @@
 
 #![deny(missing_docs)]
 
+pub mod affinity;
 pub mod apply;
 pub mod cli;
 pub mod compare;
 pub mod cpus;
+pub mod dedicated;
 pub mod domain;
 pub mod gather;
+pub mod interrupts;
 pub mod memory;
 pub mod model;
 pub mod picture;

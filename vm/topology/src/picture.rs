@@ -8,7 +8,7 @@ use crate::cpus::CpuSet;
 use crate::memory::{GIB, MIB};
 use crate::model::{Cpu, Topology};
 
-/// CPUs by user: a VM's name, or "reserved".
+/// CPUs by user: a VM, or a process that serves VMs.
 pub type Users = BTreeMap<String, CpuSet>;
 
 /// A machine as a tree.
@@ -113,8 +113,11 @@ fn who(cpus: &CpuSet, is_core: bool, users: &Users) -> String {
     format!(": {}", named.collect::<Vec<_>>().join(", "))
 }
 
-fn user(cpu: u32, users: &Users) -> Option<&str> {
-    users.iter().find(|(_, cpus)| cpus.contains(cpu)).map(|(name, _)| name.as_str())
+/// The users of a CPU.
+fn user(cpu: u32, users: &Users) -> Option<String> {
+    let names: Vec<&str> =
+        users.iter().filter(|(_, cpus)| cpus.contains(cpu)).map(|(name, _)| name.as_str()).collect();
+    (!names.is_empty()).then(|| names.join(", "))
 }
 
 /// Bytes in the largest unit that leaves one digit before the point.
@@ -224,6 +227,11 @@ mod tests {
         assert_eq!(text.matches("package").count(), 2, "{text}");
         assert_eq!(text.matches("die").count(), 4, "{text}");
         assert!(text.contains("        core 1: CPU 2 (web), CPU 3 (web)\n"), "{text}");
+        let shared =
+            Users::from(["QEMU of web", "switch of lan"].map(|name| (name.into(), "0".parse().unwrap())));
+        assert!(
+            super::text(&machine, &shared).contains("core 0: CPU 0 (QEMU of web, switch of lan), CPU 1\n")
+        );
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub struct Rules {
     pub reserve: u32,
     /// CPUs of others.
     pub taken: CpuSet,
+    /// CPUs that VMs' own cgroup partitions keep outside of the cpuset of the process that looked. They are the VMs', not lost.
+    pub isolated: CpuSet,
     /// Bytes of others, by node.
     pub taken_memory: BTreeMap<u32, u64>,
 }
@@ -99,6 +101,9 @@ pub struct GuestRoot {
     pub node: Option<u32>,
     /// The host's functions that lie behind it.
     pub devices: Vec<Device>,
+    /// Host CPUs for the interrupts of these devices: reserved ones of their node, else those of QEMU's own threads. Empty: the kernel decides.
+    #[serde(default)]
+    pub interrupts: CpuSet,
 }
 
 /// Why there is no plan: the object, and what to do.
@@ -256,6 +261,7 @@ impl<'a> Ledger<'a> {
 /// # Errors
 /// The first VM that can't have what it wants, and why.
 pub fn plan(host: &Topology, rules: &Rules, requests: &[Request]) -> Result<Plan, PlanError> {
+    let host = &Topology { outside: host.outside.without(&rules.isolated), ..host.clone() };
     let reserved = place::reserve(host, rules.reserve);
     let mut ledger = Ledger::open(host, rules, &reserved);
     let mut order: Vec<usize> = (0..requests.len()).collect();
@@ -299,7 +305,10 @@ fn plan_one(
         })
         .collect::<Result<Vec<_>, PlanError>>()?;
     let emulator = emulator_cpus(reserved, &nodes, &placed.cpus, &mut notes);
-    let roots = roots(ledger.host, request, guest_node, &mut notes)?;
+    let mut roots = roots(ledger.host, request, guest_node, &mut notes)?;
+    for root in &mut roots {
+        root.interrupts = interrupt_cpus(ledger.host, reserved, root, &emulator.without(&placed.cpus));
+    }
     ledger.free = ledger.free.without(&placed.cpus).without(&placed.idle);
     let nodes: Vec<GuestNode> = nodes
         .into_iter()
@@ -363,6 +372,18 @@ fn emulator_cpus(
     own.clone()
 }
 
+/// The CPUs that handle the interrupts of a root complex's devices: reserved CPUs of its node, else `other`.
+fn interrupt_cpus(
+    host: &Topology,
+    reserved: &BTreeMap<u32, CpuSet>,
+    root: &GuestRoot,
+    other: &CpuSet,
+) -> CpuSet {
+    let device = root.devices.first().and_then(|device| host.root_of(&device.address));
+    let near = device.and_then(|(root, _)| reserved.get(&root.node?));
+    near.unwrap_or(other).clone()
+}
+
 fn distances(host: &Topology, nodes: &[GuestNode]) -> Option<Vec<Vec<u64>>> {
     let row = |from: &GuestNode| nodes.iter().map(|to| host.distance(from.host, to.host)).collect();
     nodes.iter().map(row).collect()
@@ -400,7 +421,7 @@ fn roots(
         if bus > 256 {
             return Err(PlanError::BusesShort { vm: request.name.clone() });
         }
-        roots.push(GuestRoot { host, bus: first, node, devices });
+        roots.push(GuestRoot { host, bus: first, node, devices, interrupts: CpuSet::default() });
     }
     Ok(roots)
 }
@@ -409,6 +430,17 @@ impl VmPlan {
     /// The host's CPUs that the vCPUs run on.
     pub fn host_cpus(&self) -> CpuSet {
         self.vcpus.iter().map(|vcpu| vcpu.host).collect()
+    }
+
+    /// The host's CPUs for processes that serve the VM, such as the switch of its network: those of QEMU's own threads that no vCPU runs on.
+    /// None where nothing is reserved.
+    pub fn service_cpus(&self) -> CpuSet {
+        self.emulator.without(&self.host_cpus())
+    }
+
+    /// The host's CPUs on which no other thread shall run: those of the vCPUs, and the idle ones of their cores.
+    pub fn isolated_cpus(&self) -> CpuSet {
+        self.host_cpus().iter().chain(self.idle.iter()).collect()
     }
 
     /// The number of virtual CPUs.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use tombolo_topology::cpus::CpuSet;
-use tombolo_topology::model::{Node, Topology};
+use tombolo_topology::model::{Device, Node, Root, Topology};
 use tombolo_topology::plan::{Plan, PlanError, Rules, VmPlan, plan};
 use tombolo_topology::read::synthetic;
 use tombolo_topology::request::{Pages, Part, Request};
@@ -272,6 +272,33 @@ fn huge_pages_are_taken_where_all_of_the_memory_is_reserved_on_its_nodes() {
     assert_eq!(pages(&host, Pages::Auto), Ok("transparent huge pages".into()));
     let refused = pages(&host, Pages::Gigantic).unwrap_err().to_string();
     assert!(refused.contains("reserved pages of 1 GiB") && refused.contains("hugepages"), "{refused}");
+}
+
+#[test]
+fn interrupts_of_devices_and_processes_beside_a_vm_get_reserved_cpus_of_the_right_node() {
+    let mut host = synthetic("package:3 [numa(memory=16GiB)] core:4 pu:1").unwrap();
+    let root = |bus: u8, node, address: &str| Root {
+        bus,
+        node,
+        devices: vec![Device { address: address.into(), ..Device::default() }],
+        ..Root::default()
+    };
+    host.roots = vec![
+        root(0x10, Some(0), "0000:11:00.0"),
+        root(0x20, Some(2), "0000:21:00.0"),
+        root(0x30, None, "0000:31:00.0"),
+    ];
+    let devices: Vec<String> = host.roots.iter().map(|root| root.devices[0].address.clone()).collect();
+    let of = |reserve| {
+        let rules = Rules { reserve, ..Rules::default() };
+        let request = Request { devices: devices.clone(), ..request(Part::Node(1), 0) };
+        let vm = plan(&host, &rules, &[request]).unwrap().vms.remove(0);
+        let interrupts: Vec<String> = vm.roots.iter().map(|root| root.interrupts.to_string()).collect();
+        (vm.service_cpus().to_string(), interrupts)
+    };
+    let owned = |list: [&str; 3]| list.map(str::to_owned).to_vec();
+    assert_eq!(of(1), ("4".into(), owned(["0", "8", "4"])), "a device without a node goes to the VM's");
+    assert_eq!(of(0), (String::new(), owned(["", "", ""])), "vCPUs handle none");
 }
 
 #[test]

@@ -399,6 +399,49 @@ fn a_read_lock_of_a_destroyed_object_is_none_of_its_successor() {
 }
 
 #[test]
+fn a_handle_of_a_destroyed_semaphore_changes_no_object_that_takes_its_name() {
+    let bench = Bench::new();
+    let sync = bench.open();
+    let old = Semaphore::create(&sync, "name", 0).unwrap();
+    sync.destroy("name").unwrap();
+    let event = Event::create(&sync, "name", 5).unwrap();
+    assert_eq!((old.wait(NOW), old.post()), (Err(Error::Destroyed), Err(Error::Destroyed)));
+    assert_eq!(event.read(), Ok(5));
+}
+
+#[test]
+fn a_lock_that_comes_too_late_for_its_mutex_changes_no_event_that_takes_its_name() {
+    const ROUNDS: usize = 20_000;
+    let bench = Bench::new();
+    let (makes, locks) = (bench.open(), bench.open());
+    let ended = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(std::sync::atomic::Ordering::Relaxed) {
+                let Ok(mutex) = Mutex::open(&locks, "name") else { continue };
+                // Until it is destroyed.
+                while mutex.lock(NOW).is_ok() {
+                    let _ = mutex.unlock();
+                }
+            }
+        });
+        let wrong = (0..ROUNDS).find_map(|round| {
+            let _mutex = Mutex::create(&makes, "name").unwrap();
+            for _ in 0..round % 300 {
+                std::hint::spin_loop();
+            }
+            makes.destroy("name").unwrap();
+            let event = Event::create(&makes, "name", 7).unwrap();
+            let counts: Vec<u64> = (0..100).map(|_| event.read().unwrap()).collect();
+            makes.destroy("name").unwrap();
+            counts.into_iter().find(|count| *count != 7).map(|count| (round, count))
+        });
+        ended.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(wrong, None, "the event counted otherwise");
+    });
+}
+
+#[test]
 fn who_waits_for_a_process_that_stands_still_in_the_table_is_ended_by_a_signal_only() {
     let bench = Bench::new();
     let still = bench.open();

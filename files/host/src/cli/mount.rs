@@ -8,6 +8,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -28,6 +30,9 @@ use crate::target::{Joined, Target};
 const READY: &str = "serving";
 /// Interval at which a member without a doorbell polls its pending bits.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// Interval at which it asks again whether its readers of removed blocks have finished.
+const LET_GO_AGAIN: Duration = Duration::from_millis(50);
 
 /// Arguments of `tombolo files mount`.
 #[derive(Debug, clap::Args)]
@@ -256,9 +261,17 @@ fn serve(
         // In a thread of its own, since it may wait for locks of a suspended member.
         let (server, name) = (Arc::clone(server), std::thread::Builder::new().name("recovery".into()));
         let recover = move || {
-            for pending in asks {
-                if pending & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
-                    server.fs.let_go();
+            let mut again = false;
+            loop {
+                let asked =
+                    if again { asks.recv_timeout(LET_GO_AGAIN) } else { asks.recv().map_err(Into::into) };
+                let pending = match asked {
+                    Ok(pending) => pending,
+                    Err(RecvTimeoutError::Timeout) => 0,
+                    Err(RecvTimeoutError::Disconnected) => break,
+                };
+                if again || pending & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
+                    again = server.fs.let_go();
                 }
                 if pending & u64::from(sys::TMB_PENDING_MEMBERS) == 0 {
                     continue;

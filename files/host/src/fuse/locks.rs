@@ -52,6 +52,8 @@ struct Waiter {
     lock: FileLock,
     /// The wait that deadlock searches see, of a POSIX lock.
     wait: Option<LockWait>,
+    /// The last turn of the waiting thread in which it tried this lock.
+    turn: u64,
 }
 
 impl Waiter {
@@ -66,10 +68,22 @@ impl Waiter {
 
 #[derive(Default)]
 struct Queue {
-    waiters: Vec<Waiter>,
+    waiters: VecDeque<Waiter>,
     interrupted: VecDeque<u64>,
     /// Grows when there is a reason to try again.
     reasons: u64,
+}
+
+impl Queue {
+    /// Returns the number of waiters that were tried in this turn.
+    fn tried(&self, turn: u64) -> usize {
+        self.waiters.partition_point(|waiter| waiter.turn == turn)
+    }
+
+    /// Takes the first waiter that was not tried in this turn out of the queue.
+    fn take_untried(&mut self, turn: u64) -> Option<Waiter> {
+        self.waiters.remove(self.tried(turn))
+    }
 }
 
 /// The locks of one mount.
@@ -180,15 +194,20 @@ impl Locks {
             return Some(Err(Errno::INTR));
         }
         let (device, handle, lock) = (Arc::clone(device), request.handle, request.lock);
-        queue.waiters.push(Waiter { device, unique, handle, ino, lock, wait });
+        queue.waiters.push_back(Waiter { device, unique, handle, ino, lock, wait, turn: 0 });
         drop(queue);
         self.look();
         None
     }
 
-    /// The kernel has interrupted a request for a lock.
-    pub fn interrupt(&self, unique: u64) {
+    /// The kernel has interrupted a request for a lock. One that the waiting thread tries now, or that does not wait here yet, is answered later.
+    pub fn interrupt(&self, fs: &Filesystem, unique: u64) {
         let mut queue = queue(self);
+        let at = queue.waiters.iter().position(|waiter| waiter.unique == unique);
+        if let Some(waiter) = at.and_then(|at| queue.waiters.remove(at)) {
+            drop(queue);
+            return self.answer(fs, waiter, Err(Errno::INTR));
+        }
         queue.interrupted.push_back(unique);
         if queue.interrupted.len() > INTERRUPTS {
             queue.interrupted.pop_front();
@@ -240,6 +259,7 @@ impl Locks {
 
     /// Runs the waiting thread until [`Locks::stop`].
     pub fn serve(&self, fs: &Filesystem) {
+        let mut turn = 0;
         while !self.stop.load(Ordering::SeqCst) {
             let mut waiting = queue(self);
             if waiting.waiters.is_empty() {
@@ -249,13 +269,19 @@ impl Locks {
                 continue;
             }
             let seen = waiting.reasons;
-            // Without the mutex: a lock may wait for a suspended member, and requests that need not wait go on meanwhile.
-            let tried = std::mem::take(&mut waiting.waiters);
-            drop(waiting);
-            let left: Vec<Waiter> =
-                tried.into_iter().filter_map(|waiter| self.try_again(fs, waiter)).collect();
-            let mut waiting = queue(self);
-            waiting.waiters.splice(0..0, left);
+            turn += 1;
+            // One by one and without the mutex: a lock may wait for a suspended member, and meanwhile other requests are taken or interrupted.
+            // Those that were tried stay in front, so the order is that of their arrival.
+            while let Some(mut waiter) = waiting.take_untried(turn) {
+                drop(waiting);
+                waiter.turn = turn;
+                let left = self.try_again(fs, waiter);
+                waiting = queue(self);
+                if let Some(waiter) = left {
+                    let at = waiting.tried(turn);
+                    waiting.waiters.insert(at, waiter);
+                }
+            }
             let time = if self.has_bell.load(Ordering::SeqCst) { LOOK_ANYWAY } else { LOOK };
             let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);
         }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The kernel's references to our inodes: how often it has looked each up (and will forget it), and how often it has it
 //! open. The first open takes the member's reference in the file system, the last release drops it.
+//!
+//! The kernel's number of an inode has a part of the generation: another member may remove a file and give its number to a new one while requests for
+//! the old one are under way.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -8,7 +11,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use crate::fs::{Filesystem, Handle, Result};
+use crate::fs::{Filesystem, Handle, ROOT, Result};
+
+fn ino_of(number: u64) -> u64 {
+    number & ((1 << INO_BITS) - 1)
+}
 
 #[derive(Default)]
 struct Node {
@@ -22,6 +29,14 @@ struct Node {
 }
 
 const SHARDS: usize = 64;
+const INO_BITS: u32 = 48;
+const GENERATION: u32 = 0x7fff;
+
+/// Returns the number by which the kernel knows an inode. The protocol gives the root's.
+pub fn number(handle: Handle) -> u64 {
+    let Handle { ino, generation } = handle;
+    if ino == ROOT { ino } else { u64::from(generation & GENERATION) << INO_BITS | ino }
+}
 
 /// The table. An inode stays in it while the kernel knows it.
 pub struct Nodes {
@@ -35,50 +50,50 @@ impl Default for Nodes {
 }
 
 impl Nodes {
-    fn shard(&self, ino: u64) -> MutexGuard<'_, HashMap<u64, Node>> {
+    fn shard(&self, number: u64) -> MutexGuard<'_, HashMap<u64, Node>> {
         // A panic elsewhere leaves counts as they were: still usable.
-        self.shards[(ino % SHARDS as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
+        self.shards[(number % SHARDS as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a lookup: an entry was sent to the kernel, for this name of a directory.
     pub fn looked_up(&self, handle: Handle, dir: u64, name: &[u8]) {
-        let Handle { ino, generation } = handle;
-        let mut shard = self.shard(ino);
-        let node = shard.entry(ino).or_default();
+        let mut shard = self.shard(number(handle));
+        let node = shard.entry(number(handle)).or_default();
         node.lookups += 1;
-        node.generation = generation;
+        node.generation = handle.generation;
         if node.place.as_ref().is_none_or(|(d, n)| (*d, &**n) != (dir, name)) && name != b"." && name != b".."
         {
             node.place = Some((dir, name.into()));
         }
     }
 
-    /// Returns the directory and name of its last lookup.
-    pub fn place(&self, ino: u64) -> Option<(u64, Vec<u8>)> {
-        self.shard(ino).get(&ino)?.place.as_ref().map(|(dir, name)| (*dir, name.to_vec()))
+    /// Returns the inode number of the directory, and the name, of its last lookup.
+    pub fn place(&self, number: u64) -> Option<(u64, Vec<u8>)> {
+        self.shard(number).get(&number)?.place.as_ref().map(|(dir, name)| (*dir, name.to_vec()))
     }
 
     /// Returns the end of the last event about a change of its data.
-    pub fn modify_told(&self, ino: u64) -> u64 {
-        self.shard(ino).get(&ino).map_or(0, |node| node.modify_told)
+    pub fn modify_told(&self, number: u64) -> u64 {
+        self.shard(number).get(&number).map_or(0, |node| node.modify_told)
     }
 
     /// Stores the end of the last event about a change of its data.
-    pub fn set_modify_told(&self, ino: u64, end: u64) {
-        if let Some(node) = self.shard(ino).get_mut(&ino) {
+    pub fn set_modify_told(&self, number: u64, end: u64) {
+        if let Some(node) = self.shard(number).get_mut(&number) {
             node.modify_told = end;
         }
     }
 
     /// Returns the handle of the kernel's number. The root, which the kernel does not look up, is never freed.
-    pub fn handle(&self, ino: u64) -> Handle {
-        let generation = self.shard(ino).get(&ino).map_or(0, |node| node.generation);
-        Handle { ino, generation }
+    pub fn handle(&self, number: u64) -> Handle {
+        let known = self.shard(number).get(&number).map(|node| node.generation);
+        let generation = known.unwrap_or((number >> INO_BITS) as u32);
+        Handle { ino: ino_of(number), generation }
     }
 
     /// Subtracts `n` lookups that the kernel dropped.
-    pub fn forget(&self, ino: u64, n: u64) {
-        if let Entry::Occupied(mut entry) = self.shard(ino).entry(ino) {
+    pub fn forget(&self, number: u64, n: u64) {
+        if let Entry::Occupied(mut entry) = self.shard(number).entry(number) {
             let node = entry.get_mut();
             node.lookups = node.lookups.saturating_sub(n);
             if node.lookups == 0 && node.opens == 0 {
@@ -89,28 +104,27 @@ impl Nodes {
 
     /// Counts an open; from the first open to the last release the inode's contents stay.
     pub fn open(&self, fs: &Filesystem, handle: Handle) -> Result<()> {
-        let Handle { ino, generation } = handle;
-        let mut shard = self.shard(ino);
-        let node = shard.entry(ino).or_default();
+        let mut shard = self.shard(number(handle));
+        let node = shard.entry(number(handle)).or_default();
         if node.opens == 0 {
             if fs.area().writable() {
                 fs.open_ref(handle)?;
             }
-            node.generation = generation;
+            node.generation = handle.generation;
         }
         node.opens += 1;
         Ok(())
     }
 
-    pub fn release(&self, fs: &Filesystem, ino: u64) -> Result<()> {
+    pub fn release(&self, fs: &Filesystem, number: u64) -> Result<()> {
         // Held until the reference is dropped, so that an open in between takes it again.
-        let mut shard = self.shard(ino);
-        let node = shard.get_mut(&ino).ok_or(Errno::BADF)?;
+        let mut shard = self.shard(number);
+        let node = shard.get_mut(&number).ok_or(Errno::BADF)?;
         node.opens = node.opens.checked_sub(1).ok_or(Errno::BADF)?;
         let last = node.opens == 0;
-        let handle = Handle { ino, generation: node.generation };
+        let handle = Handle { ino: ino_of(number), generation: node.generation };
         if last && node.lookups == 0 {
-            shard.remove(&ino);
+            shard.remove(&number);
         }
         if last && fs.area().writable() { fs.close_ref(handle) } else { Ok(()) }
     }
@@ -119,10 +133,29 @@ impl Nodes {
     pub fn close_all(&self, fs: &Filesystem) {
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            for (ino, node) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
+            for (number, node) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
+                let handle = Handle { ino: ino_of(number), generation: node.generation };
                 // An error has no reader any more; recovery drops the rest.
-                let _ = fs.close_ref(Handle { ino, generation: node.generation });
+                let _ = fs.close_ref(handle);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_for_a_removed_file_does_not_reach_the_new_file_with_its_inode_number() {
+        let nodes = Nodes::default();
+        let [removed, anew] = [1, 2].map(|generation| Handle { ino: 7, generation });
+        for (handle, name) in [(removed, b"removed".as_slice()), (anew, b"anew")] {
+            nodes.looked_up(handle, ROOT, name);
+        }
+        assert_eq!([removed, anew].map(|handle| nodes.handle(number(handle))), [removed, anew]);
+        nodes.forget(number(anew), 1);
+        assert_eq!(nodes.handle(number(removed)), removed);
+        assert_eq!(nodes.handle(ROOT), Handle { ino: ROOT, generation: 0 });
     }
 }

@@ -20,7 +20,7 @@ impl Server {
     /// Called before a request is carried out.
     pub(super) fn subject(&self, h: &Header, mut c: Cursor<'_>) -> Subject {
         let find = |dir: u64, name: Option<&[u8]>| {
-            name.and_then(|n| self.fs.lookup(dir, n).ok()).map_or(0, |f| f.0.ino)
+            name.and_then(|n| self.fs.lookup(self.nodes.handle(dir), n).ok()).map_or(0, |f| f.0.ino)
         };
         match h.opcode {
             op::UNLINK | op::RMDIR => Subject { ino: find(h.node, c.name()), target: 0 },
@@ -35,10 +35,11 @@ impl Server {
 
     /// Called after a request was carried out. Its body was valid, so a missing part here is empty.
     pub(super) fn tell(&self, h: &Header, mut c: Cursor<'_>, subject: &Subject) {
+        let ino = self.nodes.handle(h.node).ino;
         let created = |skip: usize, mut c: Cursor<'_>| {
             c.bytes(skip);
             let name = c.name().unwrap_or_default();
-            self.named(0, h.node, name, libc::IN_CREATE)
+            self.named(0, ino, name, libc::IN_CREATE)
         };
         let mut changes = match h.opcode {
             op::SYMLINK => created(0, c),
@@ -46,7 +47,7 @@ impl Server {
             op::MKNOD | op::CREATE => created(16, c),
             op::UNLINK | op::RMDIR => {
                 let mask = libc::IN_DELETE | self.is_gone(subject.ino);
-                self.named(subject.ino, h.node, c.name().unwrap_or_default(), mask)
+                self.named(subject.ino, ino, c.name().unwrap_or_default(), mask)
             }
             op::RENAME | op::RENAME2 => return self.tell_rename(h, c, subject),
             op::SETATTR => {
@@ -75,15 +76,15 @@ impl Server {
     }
 
     /// Posts one event for repeated writes until a watcher has read it.
-    fn tell_modified(&self, ino: u64) {
-        if !self.fs.change_unheard(self.nodes.modify_told(ino)) {
-            let end = self.fs.tell(&mut [self.by_node(ino, libc::IN_MODIFY)]);
-            self.nodes.set_modify_told(ino, end);
+    fn tell_modified(&self, number: u64) {
+        if !self.fs.change_unheard(self.nodes.modify_told(number)) {
+            let end = self.fs.tell(&mut [self.by_node(number, libc::IN_MODIFY)]);
+            self.nodes.set_modify_told(number, end);
         }
     }
 
     fn tell_rename(&self, h: &Header, mut c: Cursor<'_>, subject: &Subject) {
-        let new_dir = c.u64().unwrap_or(0);
+        let (old_dir, new_dir) = (self.nodes.handle(h.node).ino, self.nodes.handle(c.u64().unwrap_or(0)).ino);
         let flags = if h.opcode == op::RENAME2 { c.u64().unwrap_or(0) as u32 } else { 0 };
         let (Some(old), Some(new)) = (c.name(), c.name()) else { return };
         let moved = |ino, from: (u64, &[u8]), to: (u64, &[u8])| {
@@ -91,9 +92,9 @@ impl Server {
             halves.extend(self.named(ino, to.0, to.1, libc::IN_MOVED_TO));
             self.fs.tell(&mut halves);
         };
-        moved(subject.ino, (h.node, old), (new_dir, new));
+        moved(subject.ino, (old_dir, old), (new_dir, new));
         if subject.target != 0 && flags & libc::RENAME_EXCHANGE != 0 {
-            moved(subject.target, (new_dir, new), (h.node, old));
+            moved(subject.target, (new_dir, new), (old_dir, old));
         } else if subject.target != 0 {
             let mask = libc::IN_ATTRIB | self.is_gone(subject.target);
             self.fs.tell(&mut [Change::new(subject.target, None, mask)]);
@@ -108,10 +109,11 @@ impl Server {
     }
 
     /// Uses the name of the kernel's last lookup, if the inode still has it.
-    fn by_node(&self, ino: u64, mask: u32) -> Change {
+    fn by_node(&self, number: u64, mask: u32) -> Change {
+        let ino = self.nodes.handle(number).ino;
         let place = self
             .nodes
-            .place(ino)
+            .place(number)
             .filter(|(dir, name)| self.fs.lookup(*dir, name).is_ok_and(|f| f.0.ino == ino));
         Change::new(ino, place, mask | self.is_dir(ino))
     }

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use super::abi::{self, Cursor, Header, Out, fattr, op};
 use super::acl::{self, Acl};
 use super::locks::{Locks, Request};
-use super::nodes::Nodes;
+use super::nodes::{self, Nodes};
 use super::rights;
 use crate::fs::{self, Attr, Create, Filesystem, Handle, Pin, Result};
 use crate::sys;
@@ -183,7 +183,7 @@ impl Server {
                 empty()
             }
             op::INTERRUPT => {
-                self.locks.interrupt(u64s(&mut c)?);
+                self.locks.interrupt(&self.fs, u64s(&mut c)?);
                 Ok(Reply::None)
             }
             op::FSYNC | op::FSYNCDIR => {
@@ -246,7 +246,7 @@ impl Server {
     fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes meanwhile counts as missing.
         let attr = self.fs.getattr(found).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
-        self.nodes.looked_up(Handle::from(&attr), dir, name);
+        self.nodes.looked_up(Handle::from(&attr), self.nodes.handle(dir).ino, name);
         Ok(Reply::Body(entry_out(&attr)))
     }
 
@@ -331,7 +331,7 @@ impl Server {
             }
         };
         self.nodes.open(&self.fs, made)?;
-        self.nodes.looked_up(made, h.node, name);
+        self.nodes.looked_up(made, self.nodes.handle(h.node).ino, name);
         let mut out = entry_out(&attr);
         out.bytes(&open_out(self.locks.open()).0);
         Ok(Reply::Body(out))
@@ -557,12 +557,12 @@ impl Server {
             true
         };
         // Cookies: 1 after ".", 2 after "..", the core's own + 2 from there on.
-        if offset == 0 && !add(b".", h.node, libc::DT_DIR, 1) {
+        let ino = self.nodes.handle(h.node).ino;
+        if offset == 0 && !add(b".", ino, libc::DT_DIR, 1) {
             return Err(Errno::INVAL);
         }
         // A directory that was removed while it is open has no parent any more.
-        if offset > 1
-            || add(b"..", self.fs.parent(self.nodes.handle(h.node)).unwrap_or(h.node), libc::DT_DIR, 2)
+        if offset > 1 || add(b"..", self.fs.parent(self.nodes.handle(h.node)).unwrap_or(ino), libc::DT_DIR, 2)
         {
             let pos = offset.max(2) - 2;
             match self.fs.readdir(self.nodes.handle(h.node), pos, |name, ino, kind, next| {
@@ -679,7 +679,7 @@ fn open_out(handle: u64) -> Out {
 }
 
 fn attr_body(out: &mut Out, a: &Attr) {
-    out.u64(a.ino).u64(a.size).u64(a.blocks * u64::from(sys::TFS_BLOCK / 512));
+    out.u64(a.ino).u64(a.size).u64(a.blocks.saturating_mul(u64::from(sys::TFS_BLOCK / 512)));
     let times = [a.atime, a.mtime, a.ctime];
     for t in times {
         out.u64(t.div_euclid(NS) as u64);
@@ -707,7 +707,7 @@ fn attr_out(a: &Attr) -> Out {
 /// `fuse_entry_out`, valid for no time.
 fn entry_out(a: &Attr) -> Out {
     let mut out = Out::new();
-    out.u64(a.ino).u64(u64::from(a.generation)).zeros(24);
+    out.u64(nodes::number(Handle::from(a))).u64(u64::from(a.generation)).zeros(24);
     attr_body(&mut out, a);
     out
 }
@@ -719,7 +719,10 @@ fn statx_out(a: &Attr) -> Out {
     out.zeros(32);
     out.u32(libc::STATX_BASIC_STATS | libc::STATX_BTIME).u32(sys::TFS_BLOCK).u64(attributes(a.flags));
     out.u32(a.nlink).u32(a.uid).u32(a.gid).u16(a.mode as u16).zeros(2);
-    out.u64(a.ino).u64(a.size).u64(a.blocks * u64::from(sys::TFS_BLOCK / 512)).u64(attributes(!0));
+    out.u64(a.ino)
+        .u64(a.size)
+        .u64(a.blocks.saturating_mul(u64::from(sys::TFS_BLOCK / 512)))
+        .u64(attributes(!0));
     for t in [a.atime, a.btime, a.ctime, a.mtime] {
         out.u64(t.div_euclid(NS) as u64).u32(t.rem_euclid(NS) as u32).zeros(4);
     }

@@ -14,6 +14,7 @@ use crate::schedule::{self, Ran, Schedule, Thread};
 
 const REG: u32 = libc::S_IFREG | 0o644;
 const BLOCK: u64 = sys::TFS_BLOCK as u64;
+const SECOND: u64 = 1_000_000_000;
 /// The last of the numbers that mkfs makes room for.
 const LAST_INO: u64 = 255;
 
@@ -64,6 +65,17 @@ impl Zone {
     }
 }
 
+/// Leaves no free number but those that become free.
+fn take_all_numbers(fs: &Filesystem) {
+    for i in 0.. {
+        let name = i.to_string();
+        let made = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(REG)).expect("create");
+        if made.ino == LAST_INO {
+            return;
+        }
+    }
+}
+
 #[test]
 fn a_member_that_lets_go_at_any_moment_of_a_removal_leaves_no_block_deferred() {
     for place in 1.. {
@@ -92,18 +104,31 @@ fn a_member_that_lets_go_at_any_moment_of_a_removal_leaves_no_block_deferred() {
 }
 
 #[test]
+fn a_member_that_lets_go_waits_for_no_member_that_is_suspended_while_it_defers_blocks() {
+    let zone = Zone::new(|_| {});
+    let [fs, mapper, owner] = [4, 10, 11].map(|m| zone.open(m, false).expect("open"));
+    let (lock, holders) = (
+        offset_of!(sys::tfs_super, deferred_lock) as u64,
+        offset_of!(sys::tfs_super, deferred_members) as u64,
+    );
+    zone.hold(11, lock);
+    zone.store(holders, 1 << 10);
+    let (again, waited) = zone.does(|| {
+        let start = schedule::clock();
+        (mapper.let_go(), schedule::clock() - start)
+    });
+    assert!(again && waited < SECOND / 10, "it comes again: {again}; it waited {waited} ns");
+    // The other member goes on, and this one lets go in its next round.
+    zone.store(lock, 0);
+    assert!(zone.does(|| zone.serve_revoke(&mapper, 10)), "no next round is asked for");
+    assert_eq!(fs.deferred(), (0, vec![]));
+    [fs, mapper, owner].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 10, 11]);
+}
+
+#[test]
 fn a_late_open_of_a_removed_file_leaves_the_new_file_with_its_number_open() {
-    /// Leaves no free number but those that become free.
-    fn setup(fs: &Filesystem) {
-        for i in 0.. {
-            let name = i.to_string();
-            let made = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(REG)).expect("create");
-            if made.ino == LAST_INO {
-                return;
-            }
-        }
-    }
-    let zone = Zone::new(setup);
+    let zone = Zone::new(take_all_numbers);
     let opened = Create { open: true, ..Create::mode(REG) };
     // The number of accesses in which another member removes the file.
     let removes = |other: &Filesystem| other.unlink(ROOT, b"7", None).expect("unlink");
@@ -208,6 +233,35 @@ fn members_that_recover_two_dead_ones_at_once_of_whom_one_recovered_the_other_lo
 }
 
 #[test]
+fn a_recovery_leaves_the_block_count_of_a_file_that_a_living_member_writes_to_that_member() {
+    const DEAD: u32 = 1;
+    for place in 1.. {
+        let zone = Zone::new(|_| {});
+        let [dead, writer, other] = [DEAD, 7, 8].map(|m| zone.open(m, false).expect("open"));
+        // It died at the end of the file's creation, when others could see the file.
+        let made = file(&dead, "made", b"");
+        dead.abandon();
+        zone.begins(DEAD, 0, &[made]);
+        zone.declare_dead(DEAD);
+        let ran = zone.run(
+            Plan::new(0, vec![(0, place)], Vec::new(), true),
+            vec![
+                Box::new(|| assert_eq!(writer.pwrite(made, &[1; 20_000], 0, false), Ok(20_000))),
+                Box::new(|| other.recover(DEAD).expect("recovery")),
+            ],
+        );
+        let ran = ran.expect("both end");
+        // Five blocks and a node.
+        assert_eq!(writer.getattr(made).expect("attributes").blocks, 6, "recovered before access {place}");
+        [writer, other].into_iter().for_each(Filesystem::abandon);
+        zone.assert_clean(&[7, 8]);
+        if place > ran.steps[0] {
+            break;
+        }
+    }
+}
+
+#[test]
 fn a_member_that_comes_back_after_it_died_frozen_freezes_again() {
     let zone = Zone::new(|_| {});
     let fs = zone.open(4, false).expect("open");
@@ -245,4 +299,40 @@ fn a_dead_members_lock_is_taken_over_though_all_places_to_wait_are_taken() {
     zone.run(Plan::new(0, Vec::new(), Vec::new(), true), bodies).expect("all end");
     [alive, fs].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[2, 7]);
+}
+
+#[test]
+fn a_release_of_a_lock_that_waits_until_its_file_is_gone_changes_nothing_of_the_directory_with_its_number() {
+    let zone = Zone::new(take_all_numbers);
+    let [holder, fs, other] = [1, 4, 20].map(|m| zone.open(m, false).expect("open"));
+    let (gone, _) = fs.lookup(ROOT, b"7").expect("lookup");
+    let lock = FileLock { end: !0, type_: sys::TFS_LK_WRITE, kind: sys::TFS_LK_POSIX, ..FileLock::default() };
+    fs.set_lock(gone, &lock).expect("a lock");
+    // Another member has the file open, and is suspended with the lock of the file's lock table.
+    holder.open_ref(gone).expect("open");
+    other.unlink(ROOT, b"7", None).expect("unlink");
+    let table_lock = zone.inode(gone, offset_of!(sys::tfs_inode, entries));
+    zone.hold(1, table_lock);
+    let (made, released) = (std::cell::Cell::new(Handle::default()), std::cell::Cell::new(Ok(())));
+    let bodies: Vec<Box<dyn FnOnce() + '_>> = vec![
+        Box::new(|| {
+            let release = FileLock { type_: sys::TFS_LK_UNLOCK, ..lock };
+            released.set(fs.set_lock(gone, &release));
+        }),
+        Box::new(|| {
+            zone.store(table_lock, 0);
+            holder.close_ref(gone).expect("close");
+            let mode = Create::mode(libc::S_IFDIR | 0o755);
+            made.set(other.create(ROOT, Some(b"dir"), &mode).expect("mkdir"));
+            for name in [b"a", b"b", b"c"] {
+                other.create(made.get(), Some(name), &Create::mode(REG)).expect("create");
+            }
+        }),
+    ];
+    let ran = zone.run(Plan::new(0, Vec::new(), Vec::new(), true), bodies).expect("both end");
+    assert_eq!(made.get().ino, gone.ino, "the number is used again");
+    assert_eq!(other.rmdir(ROOT, b"dir", None), Err(Errno::NOTEMPTY));
+    assert_eq!((ran.damage, released.get()), (Vec::new(), Err(Errno::STALE)));
+    [holder, fs, other].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[1, 4, 20]);
 }

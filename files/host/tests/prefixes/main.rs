@@ -306,6 +306,68 @@ fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
     mapper.abandon();
 }
 
+/// After a death at any store of a write to preallocated blocks behind the end, a file that grows over them shows all of that write or zeroes.
+#[test]
+fn a_half_done_write_behind_the_end_shows_in_no_growth() {
+    const LEN: u64 = 20_000;
+    let growths: [fn(&Filesystem, Handle); 3] = [
+        |fs, file| fs.truncate(file, LEN + 1, false).expect("truncate"),
+        |fs, file| assert_eq!(fs.pwrite(file, &[0], LEN, false), Ok(1)),
+        |fs, file| fs.fallocate(file, 0, LEN, 1).expect("fallocate"),
+    ];
+    for grow in growths {
+        let mut s = Sweep::new(4, false, |fs| {
+            let ahead = create(fs, ROOT, "ahead", REG);
+            fs.fallocate(ahead, sys::TFS_FALLOC_KEEP_SIZE, 0, 8 * BLOCK).expect("fallocate");
+        });
+        let ahead = find(s.worker(), "ahead");
+        s.each_death(
+            |fs| write(fs, ahead, 3, LEN, 0),
+            |world| {
+                let fs = world.open(0)?;
+                fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+                let written = fs.size(ahead) == LEN;
+                grow(&fs, ahead);
+                let mut bytes = vec![0; LEN as usize];
+                fs.pread(ahead, &mut bytes, 0).map_err(|e| format!("read: {e}"))?;
+                fs.abandon();
+                let shown = bytes.iter().filter(|byte| **byte != 0).count() as u64;
+                if shown != if written { LEN } else { 0 } {
+                    return Err(format!("{shown} bytes show of a write that did not return"));
+                }
+                world.check().map(|_| ())
+            },
+        );
+    }
+}
+
+/// After a death at any store of a write or a truncation, a file's block count is that of its blocks.
+#[test]
+fn a_death_leaves_no_wrong_block_count() {
+    let mut s = Sweep::new(4, false, |fs| {
+        create(fs, ROOT, "empty", REG);
+        let full = create(fs, ROOT, "full", REG);
+        write(fs, full, 3, 20_000, 0);
+    });
+    let (empty, full) = (find(s.worker(), "empty"), find(s.worker(), "full"));
+    let counted = |world: &World| {
+        let fs = world.open(0)?;
+        fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+        for file in [empty, full] {
+            let attr = fs.getattr(file).map_err(|e| format!("attributes: {e}"))?;
+            // Five blocks, and a node.
+            let right = if attr.size == 0 { 0 } else { 6 };
+            if attr.blocks != right {
+                return Err(format!("inode {} counts {} blocks, not {right}", file.ino, attr.blocks as i64));
+            }
+        }
+        fs.abandon();
+        world.check().map(|_| ())
+    };
+    s.each_death(|fs| write(fs, empty, 3, 20_000, 0), counted);
+    s.each_death(|fs| fs.truncate(full, 0, false).expect("truncate"), counted);
+}
+
 /// After a death at any store while the table of a file's locks grows, it can grow again, and no block is lost.
 #[test]
 fn records_of_locks_grow_and_no_block_is_lost() {

@@ -109,6 +109,7 @@ impl Supervisor {
         let add = |machine: &Arc<Machine>| {
             self.lock().machines.insert(name.clone(), machine.clone());
             registered(machine);
+            self.tend_places();
         };
         Machine::start(start, ended, add).inspect_err(|_| self.leave_zones(&name, zones.keys()))
     }

@@ -19,6 +19,7 @@ impl Supervisor {
         });
         let inner = self.lock();
         Status {
+            services: inner.services(),
             networks: inner.networks.iter().map(|(name, network)| network_status(name, network)).collect(),
             accelerators,
             project: inner.project.name.clone(),

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -59,6 +59,8 @@ struct State {
     accelerators: BTreeMap<String, AcceleratorState>,
     journal: (u64, Vec<Entry>),
     lasting: Vec<(Kept, What)>,
+    #[serde(default)]
+    confined: super::services::Confined,
 }
 
 /// One upgrade at a time.
@@ -227,6 +229,7 @@ impl Supervisor {
             accelerators,
             journal: journal::entries(),
             lasting: self.lasting.hand_over(keep),
+            confined: self.confined.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         };
         Ok((state, doorbells))
     }
@@ -366,6 +369,7 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
             inner.accelerators.insert(name, Arc::new(accelerator));
         }
     }
+    *supervisor.confined.lock().unwrap_or_else(PoisonError::into_inner) = state.confined;
     journal::take_over(state.journal);
     drop(standstill);
     supervisor.attend_to_all()?;
