@@ -184,3 +184,16 @@ fn a_down_of_one_vm_waits_for_no_command_about_others_and_not_long_for_one_about
     lab.good(&["down", "slow"]);
     lab.assert_nothing_left();
 }
+
+#[test]
+fn an_up_that_fails_stops_what_it_has_started_at_the_same_time() {
+    let never = "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"console:never\"\nready_timeout = 2\n";
+    let dies_late = format!("{VM}qemu_args = [\"-fake\", \"no-quit\"]\n");
+    let lab = lab(&format!("[vm.a]\n{dies_late}[vm.b]\n{dies_late}[vm.never]\n{never}"));
+    let words = said(&lab.run(&["up"]));
+    let at = |words_of: &str| words.find(words_of).unwrap_or_else(|| panic!("no '{words_of}' in: {words}"));
+    let killed = at(KILLED);
+    assert!(at("a: stopping") < killed && at("b: stopping") < killed, "{words}");
+    assert_eq!(words.matches(KILLED).count(), 2, "{words}");
+    lab.assert_nothing_left();
+}

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 
 use common::stand_in::{number, until};
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 
 mod common;
 
@@ -132,7 +132,7 @@ impl Unit {
         // One of the start before.
         let _none = std::fs::remove_file(&socket);
         let ready = UnixDatagram::bind(&socket).unwrap();
-        ready.set_read_timeout(Some(PATIENCE)).unwrap();
+        ready.set_read_timeout(Some(TIMEOUT)).unwrap();
         let up = lab.command(&words).env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped()).spawn().unwrap();
         Unit { up, ready }
     }
@@ -238,4 +238,13 @@ fn a_unit_that_is_stopped_as_soon_as_it_is_ready_takes_its_project_down() {
         assert_eq!(code, 0, "{words}");
         lab.assert_nothing_left();
     }
+}
+
+#[test]
+fn the_packages_unit_cuts_off_no_start_that_takes_long() {
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../debian/tombolo.tombolo@.service");
+    let unit = std::fs::read_to_string(unit).unwrap();
+    // The memory of a large guest may take half an hour to be had; systemd's own limit is 90 s.
+    let limits: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix("TimeoutStartSec=")).collect();
+    assert_eq!(limits, ["infinity"]);
 }

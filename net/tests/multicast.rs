@@ -96,7 +96,7 @@ fn a_group_goes_to_those_who_joined_it_and_to_routers_and_comes_to_an_end() {
     assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER, "and so is a leave, though it goes to 224.0.0.2");
     net.now += 2;
     assert_eq!(net.reaches(ROUTER, GROUP), 0);
-    assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where nobody has it");
+    assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where no port has joined");
     // A silent member is forgotten, while the router keeps querying.
     net.says(2, 0x22, Ipv4Addr::new(0, 0, 0, 0));
     net.says(2, 0x16, GROUP);
@@ -289,7 +289,7 @@ fn groups_and_queriers_are_those_of_their_vlan() {
     let data = |n: usize| datagram(Rig::mac(n), host(n), GROUP, 1);
     assert_eq!(to_trunk(&mut net, 0, &data(0)), [ROUTER]);
     assert_eq!(to_trunk(&mut net, 2, &on(6, &data(2))), [ROUTER], "the other port of VLAN 6");
-    assert_eq!(to_trunk(&mut net, ROUTER, &on(6, &data(ROUTER))), [2], "nobody asks there");
+    assert_eq!(to_trunk(&mut net, ROUTER, &on(6, &data(ROUTER))), [2], "no querier there");
     // A trunk that joins on VLAN 6 has not joined on VLAN 5.
     to_trunk(&mut net, 2, &on(6, &igmp(Rig::mac(2), host(2), 0x16, GROUP)));
     assert_eq!(to_trunk(&mut net, 0, &data(0)), [ROUTER]);
@@ -301,7 +301,7 @@ fn groups_and_queriers_are_those_of_their_vlan() {
 fn transparent_ports_keep_their_own_vlans_to_themselves() {
     let mut net = Net::new().asked();
     let tagged = |f: Vec<u8>| [&f[..12], &[0x81, 0, 0, 5], &f[12..]].concat();
-    assert_eq!(net.send(0, &tagged(datagram(Rig::mac(0), host(0), GROUP, 1))), 0b1110, "nobody asks there");
+    assert_eq!(net.send(0, &tagged(datagram(Rig::mac(0), host(0), GROUP, 1))), 0b1110, "no querier there");
     net.send(1, &tagged(igmp(Rig::mac(1), host(1), 0x16, GROUP)));
     assert_eq!(net.reaches(0, GROUP), 1 << ROUTER, "a report on another VLAN");
 }
@@ -385,15 +385,15 @@ fn the_switch_asks_on_every_vlan_of_its_ports_and_loses_no_group_there() {
     let on = |vid: u8, f: &[u8]| [&f[..12], &[0x81, 0, 0, vid], &f[12..]].concat();
     let join = igmp(Rig::mac(2), host(2), 0x16, GROUP);
     let data = datagram(Rig::mac(0), host(0), GROUP, 1);
-    let nobody: [usize; 0] = [];
+    let none: [usize; 0] = [];
     let receivers = |net: &mut Net, n: usize, f: &[u8]| {
         assert!(net.rig.nics[n].send(f));
         net.rig.pass_at(n, net.now * SECOND);
         (0..4).filter(|i| std::iter::from_fn(|| net.rig.nics[*i].receive()).count() > 0).collect::<Vec<_>>()
     };
-    assert_eq!(receivers(&mut net, 0, &data), nobody, "nobody has joined it on VLAN 5");
+    assert_eq!(receivers(&mut net, 0, &data), none, "no port has joined it on VLAN 5");
     receivers(&mut net, 2, &on(6, &join));
-    assert_eq!(receivers(&mut net, 0, &data), nobody);
+    assert_eq!(receivers(&mut net, 0, &data), none);
     receivers(&mut net, 2, &on(5, &join));
     assert_eq!(receivers(&mut net, 0, &data), [2]);
     // One that leaves is followed by a question, on its VLAN only.
@@ -403,7 +403,7 @@ fn the_switch_asks_on_every_vlan_of_its_ports_and_loses_no_group_there() {
     net.now += 1;
     assert_eq!(receivers(&mut net, 0, &data), [2], "another host there may answer yet");
     net.now += 1;
-    assert_eq!(receivers(&mut net, 0, &data), nobody);
+    assert_eq!(receivers(&mut net, 0, &data), none);
 }
 
 #[test]

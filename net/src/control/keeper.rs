@@ -359,7 +359,7 @@ impl State {
         }
     }
 
-    /// Passes a port or uplink to the switch. Too many settings for one message are the user's mistake; without a switch nobody waits.
+    /// Passes a port or uplink to the switch. Too many settings for one message are the user's mistake; without a switch no caller waits.
     fn hand_over(&self, id: u64, name: &str, told: &Told, fd: &OwnedFd) -> anyhow::Result<()> {
         match self.link.send(told, Some(fd.as_fd())) {
             Err(err) if err.kind() == std::io::ErrorKind::InvalidInput => {
