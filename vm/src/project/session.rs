@@ -6,7 +6,6 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -21,8 +20,6 @@ use crate::project::peer::Peer;
 
 /// Milliseconds between looks at a flag while a socket is watched.
 const LOOK: i64 = 100;
-/// The pause between two checks whether a console's client has gone.
-const READY: Duration = Duration::from_millis(100);
 
 /// Waits until the other side of `socket` goes or says anything (true), or `finished` is set (false).
 pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
@@ -41,13 +38,6 @@ pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
 /// Returns whether the other side of `socket` has closed it.
 pub fn has_gone(socket: &UnixStream) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
-}
-
-/// Returns whether the other side of `socket` neither writes nor reads any more.
-fn has_left(socket: &UnixStream) -> bool {
-    let mut fds = [PollFd::new(socket, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
 }
@@ -237,12 +227,6 @@ fn read_all(machine: &Machine, mut socket: &UnixStream) -> anyhow::Result<()> {
     loop {
         let mut fds = [PollFd::new(socket, PollFlags::IN)];
         let waited = rustix::event::poll(&mut fds, None);
-        // A guest that does not read keeps neither this thread beyond its client nor an upgrade.
-        while !machine.console().wait_ready(READY) {
-            if has_left(socket) {
-                return Ok(());
-            }
-        }
         let _inside = BACKGROUND.enter(&format!("what is typed on the console of '{}'", machine.name()));
         match waited.map_err(std::io::Error::from).and_then(|_| socket.read(&mut buffer)) {
             Ok(0) => return Ok(()),

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
 use tombolo_zone::keep::{Keep, Kept};
 
@@ -236,19 +236,6 @@ impl Console {
     /// A watcher has gone.
     pub fn unwatch(&self, watcher: &Arc<UnixStream>) {
         self.lock().watchers.retain(|w| !Arc::ptr_eq(w, watcher));
-    }
-
-    /// Waits at most `limit` until the console takes what is typed. A guest that does not read takes some 100 KB.
-    pub fn wait_ready(&self, limit: Duration) -> bool {
-        let inner = self.lock();
-        if inner.ended {
-            return true;
-        }
-        let input = inner.input.clone();
-        drop(inner);
-        let limit = Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() };
-        // An error is the writer's to tell.
-        !matches!(rustix::event::poll(&mut [PollFd::new(&*input, PollFlags::OUT)], Some(&limit)), Ok(0))
     }
 
     /// Types into the console. Between two QEMUs of a VM that reboots the input is lost.
