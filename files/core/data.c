@@ -139,22 +139,38 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 	return link_run(fs, inode, w->fblock, &w->run);
 }
 
+/* Returns whether the file has blocks from here on, or is damaged. */
+static bool has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
+{
+	tmb_u64 end = TFS_MAX_SIZE >> TFS_BLOCK_SHIFT, runs = 0;
+	struct tfs_run run = {0};
+
+	for (; fblock < end; fblock += run.count)
+		if (next_run(fs, inode, fblock, end - fblock, &run, &runs) || run.block)
+			return true;
+	return false;
+}
+
 void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end)
 {
 	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
 	struct tfs_gone *gone;
-	tmb_u64 from, size;
+	tmb_u64 from, to = w->added_to, size;
 
-	if (!inode || !w->added_to)
+	if (!inode || !to)
 		return;
 	size = tmb_load(&inode->size);
 	from = tfs_blocks_of(end > size ? end : size);
 	from = from > w->added_from ? from : w->added_from;
+	if (from >= to)
+		return;
+	if (!has_blocks(fs, inode, to))
+		to = ~0ULL; /* also the nodes */
 	/* Without memory they stay, until the file is truncated. */
-	if (from >= w->added_to || tfs_begin_removal(fs, w->slot, inode, from, w->added_to, &gone))
+	if (tfs_begin_removal(fs, w->slot, inode, from, to, &gone))
 		return;
 	/* A recovery removes them, too (TFS_REDO_TRIM). */
-	tfs_remove_blocks(fs, inode, w->h.ino, from, w->added_to, gone, true);
+	tfs_remove_blocks(fs, inode, w->h.ino, from, to, gone, true);
 	tfs_end_removal(fs, gone);
 }
 

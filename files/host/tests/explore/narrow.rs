@@ -183,11 +183,16 @@ fn a_death_is_recovered_beside_a_member_that_is_suspended_while_it_frees_deferre
     zone.assert_clean(&[4, 11]);
 }
 
-/// Cuts a file that member 10 maps, before an access of a member that frees deferred blocks: `frees`. Returns the accesses of that member.
+/// Recovers the death of a member that was cutting a file which member 10 maps, before an access of a member that frees deferred blocks: `frees`.
+/// A recovery waits for no mapper. Returns the accesses of that member.
 fn cut_meanwhile(zone: &Zone, place: usize, frees: u32, taken: bool) -> usize {
+    const DEAD: u32 = 1;
     zone.reset();
-    let [fs, mapper, other] = [4, 10, 12].map(|m| zone.open(m, false).expect("open"));
+    let [dead, fs, mapper, other] = [DEAD, 4, 10, 12].map(|m| zone.open(m, false).expect("open"));
     let cut = mapped(zone, &fs, 10);
+    dead.abandon();
+    zone.truncates(DEAD, 0, cut);
+    zone.declare_dead(DEAD);
     if frees != 10 {
         // The deferred blocks are this member's, which lets go now.
         zone.store(offset_of!(sys::tfs_super, deferred_members) as u64, 1 << frees);
@@ -201,7 +206,7 @@ fn cut_meanwhile(zone: &Zone, place: usize, frees: u32, taken: bool) -> usize {
         vec![
             Box::new(|| {
                 is_late.set(frees != 10 || zone.area.word(begun) == Some(1));
-                fs.truncate(cut, 0, false).expect("truncate");
+                fs.recover_all().expect("recovery");
                 if taken {
                     mapper.asked();
                     zone.set_slot(10, offset_of!(sys::tmb_member, pending), 0);
