@@ -6,23 +6,46 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use clap::{Args, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use tombolo_bench_project::interrupt;
 use tombolo_net_load::soak::Until;
 
 use crate::files::{self, Plan};
-use crate::interrupt;
 use crate::net;
 use crate::page;
-use crate::record::{Recorded, Results};
+use crate::record::{Recorded, Results, command_line};
 use crate::report;
 
-/// The benches.
+/// Measure side by side with what else there is
+#[derive(Debug, Parser)]
+#[command(
+    name = "tombolo-bench",
+    bin_name = "tombolo bench",
+    version,
+    max_term_width = 100,
+    propagate_version = true
+)]
+pub struct Arguments {
+    /// Write JSON where a script would read it
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
 #[derive(Debug, Subcommand)]
-pub enum Command {
+enum Command {
     /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
     Files(FilesArgs),
     /// The switch beside DPDK's vhost, and with VMs beside TAP and a bridge
     Net(NetArgs),
+    /// OpenCL programs on the device itself and forwarded, in turns
+    Accel(tombolo_bench_accel::Options),
+    /// The start of VMs with and without passed-through devices
+    Start {
+        #[command(subcommand)]
+        command: tombolo_bench_start::cli::Command,
+    },
     /// Write one page of all results, or print the table of one results file again
     Report {
         /// A results file, whose table is printed; without it, the page is written
@@ -34,11 +57,17 @@ pub enum Command {
         #[arg(long, value_name = "FILE", conflicts_with = "file")]
         html: Option<PathBuf>,
     },
+    /// Write the manual pages into a folder
+    #[command(hide = true)]
+    Man {
+        /// The folder
+        dir: PathBuf,
+    },
 }
 
 /// `tombolo bench files`
 #[derive(Debug, Args)]
-pub struct FilesArgs {
+struct FilesArgs {
     /// A few cells only, under a minute
     #[arg(long)]
     quick: bool,
@@ -67,7 +96,7 @@ pub struct FilesArgs {
 
 /// `tombolo bench net`
 #[derive(Debug, Args)]
-pub struct NetArgs {
+struct NetArgs {
     /// The cases, and those without VMs
     #[command(flatten)]
     load: tombolo_net_load::load::Options,
@@ -97,60 +126,83 @@ pub struct NetArgs {
     kit: PathBuf,
 }
 
-/// Runs a bench; `json`: the samples as JSON lines instead of the table.
-pub fn run(command: Command, json: bool) -> Result<ExitCode> {
+/// Runs a bench, or shows results.
+///
+/// # Errors
+/// Something is missing, or a measurement fails.
+pub fn run(arguments: Arguments) -> Result<ExitCode> {
+    let json = arguments.json;
+    match arguments.command {
+        Command::Files(args) => interruptible(|| print(&files(args)?, json)),
+        Command::Net(args) => interruptible(|| print(&net(args)?, json)),
+        Command::Accel(options) => {
+            tombolo_bench_accel::run(&options, json)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Start { command } => tombolo_bench_start::cli::run(command, json),
+        Command::Report { file, results, html } => {
+            report(file.as_deref(), &results, html)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Man { dir } => {
+            tombolo_program::write_manual(Arguments::command(), &dir)?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Runs a bench that ends at its next check after a signal.
+fn interruptible(bench: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
     interrupt::watch()?;
-    match measure(command, json) {
+    match bench() {
+        Ok(()) => Ok(ExitCode::SUCCESS),
         // A program that the signal ended may have failed before.
         Err(_) if interrupt::is_asked() => {
             eprintln!("tombolo: interrupted; everything that was started has been stopped");
             Ok(ExitCode::from(130))
         }
-        other => other,
+        Err(e) => Err(e),
     }
 }
 
-fn measure(command: Command, json: bool) -> Result<ExitCode> {
-    match command {
-        Command::Files(args) => {
-            let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
-            plan.rounds = args.rounds.unwrap_or(plan.rounds);
-            plan.kernel = args.kernel;
-            plan.names = args.names.unwrap_or(plan.names);
-            plan.matrix.only = args.only;
-            plan.handover_mb = args.handover.unwrap_or(plan.handover_mb);
-            let kit = std::path::absolute(&args.kit)?;
-            let results = files::run(&plan, &args.results, &kit)?;
-            print(&results, json)?;
-        }
-        Command::Net(args) => {
-            let words: Vec<String> = std::env::args().skip(1).collect();
-            let plan = net::Plan {
-                options: args.load,
-                load: !args.no_load,
-                kernel: (!args.no_vms).then_some(args.kernel),
-                soak: match (args.soak, args.soak_frames) {
-                    (None, None) => None,
-                    (Some(seconds), _) => Some(Until::Time(Duration::from_secs(seconds))),
-                    (None, Some(frames)) => Some(Until::Frames(frames)),
-                }
-                .map(|until| net::Soak { until, seed: args.seed }),
-                kit: std::path::absolute(&args.kit)?,
-            };
-            print(&net::run(&plan, &args.results, format!("tombolo {}", words.join(" ")))?, json)?;
-        }
-        Command::Report { file: Some(file), .. } => {
-            let read = Results::read(&file)?;
-            println!("{}", report::text(&read.samples, &read.left_out));
-        }
-        Command::Report { file: None, results, html } => {
-            let html = html.unwrap_or_else(|| results.join("index.html"));
-            let page = page::html(&recorded(&results)?);
-            std::fs::write(&html, page).with_context(|| format!("can't write {}", html.display()))?;
-            println!("page: {}", html.display());
-        }
+fn files(args: FilesArgs) -> Result<Results> {
+    let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
+    plan.rounds = args.rounds.unwrap_or(plan.rounds);
+    plan.kernel = args.kernel;
+    plan.names = args.names.unwrap_or(plan.names);
+    plan.matrix.only = args.only;
+    plan.handover_mb = args.handover.unwrap_or(plan.handover_mb);
+    files::run(&plan, &args.results, &std::path::absolute(&args.kit)?)
+}
+
+fn net(args: NetArgs) -> Result<Results> {
+    let until = match (args.soak, args.soak_frames) {
+        (None, None) => None,
+        (Some(seconds), _) => Some(Until::Time(Duration::from_secs(seconds))),
+        (None, Some(frames)) => Some(Until::Frames(frames)),
+    };
+    let plan = net::Plan {
+        options: args.load,
+        load: !args.no_load,
+        kernel: (!args.no_vms).then_some(args.kernel),
+        soak: until.map(|until| net::Soak { until, seed: args.seed }),
+        kit: std::path::absolute(&args.kit)?,
+    };
+    net::run(&plan, &args.results, command_line())
+}
+
+/// Prints the table of `file`, or writes the page of all results of the folder `results`.
+fn report(file: Option<&Path>, results: &Path, html: Option<PathBuf>) -> Result<()> {
+    if let Some(file) = file {
+        let read = Results::read(file)?;
+        println!("{}", report::text(&read.samples, &read.left_out));
+        return Ok(());
     }
-    Ok(ExitCode::SUCCESS)
+    let html = html.unwrap_or_else(|| results.join("index.html"));
+    let page = page::html(&recorded(results)?);
+    std::fs::write(&html, page).with_context(|| format!("can't write {}", html.display()))?;
+    println!("page: {}", html.display());
+    Ok(())
 }
 
 /// All results files of a folder by name.

@@ -5,16 +5,14 @@
 //!
 //! - [`record`]: samples, the machine's description, the results file; all benches of the project use it
 //! - [`report`]: medians, tables, ratios; [`page`]: the page of all results
-//! - [`guest`]: a project of VMs for one bench, driven through the `tombolo` command like a user would
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
 //! - [`net`]: the switch beside DPDK's vhost, and beside TAP and a bridge between VMs
-//! - [`interrupt`]: what Ctrl-C does to a bench
-//! - [`cli`]: `tombolo bench`
+//! - [`cli`]: `tombolo bench`, with the benches of accelerators (`accel/`) and of starts (`start/`)
+//!
+//! The VMs of a bench, and the end of a bench at Ctrl-C, are in the crate `tombolo_bench_project` (`project/`).
 
 pub mod cli;
 pub mod files;
-pub mod guest;
-pub mod interrupt;
 pub mod net;
 pub mod page;
 pub mod report;

@@ -130,7 +130,7 @@ impl Mapping {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -251,7 +251,7 @@ impl Window {
         self.len as u64
     }
 
-    /// Whether there is no window.
+    /// Returns whether there is no window.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

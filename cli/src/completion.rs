@@ -10,23 +10,28 @@ use clap::{Command, CommandFactory};
 use clap_complete::Shell;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 use clap_complete::env::Shells;
+use tombolo_program::COMPLETE;
 use tombolo_vm::commands::names::{Names, names};
 
-use crate::Cli;
-
-/// The variable by which a shell's script asks.
-const VARIABLE: &str = "COMPLETE";
+use crate::{Cli, external};
 
 /// Answers a shell's script and ends the process, where one asks.
 pub(crate) fn answer() {
-    clap_complete::CompleteEnv::with_factory(command).var(VARIABLE).complete();
+    if std::env::var_os(COMPLETE).is_some_and(|shell| !shell.is_empty() && shell != "0") {
+        let words: Vec<_> = std::env::args_os().collect();
+        if external::complete(&words).is_some() {
+            // A shell shows no message while it completes.
+            std::process::exit(0);
+        }
+    }
+    clap_complete::CompleteEnv::with_factory(command).var(COMPLETE).complete();
 }
 
 pub(crate) fn script(shell: Shell, to: &mut dyn Write) -> anyhow::Result<()> {
     let shells = Shells::builtins();
     let script =
         shells.completer(&shell.to_string()).with_context(|| format!("no completion for {shell}"))?;
-    script.write_registration(VARIABLE, "tombolo", "tombolo", "tombolo", to)?;
+    script.write_registration(COMPLETE, "tombolo", "tombolo", "tombolo", to)?;
     Ok(())
 }
 
@@ -97,7 +102,7 @@ mod tests {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish, Shell::Elvish, Shell::PowerShell] {
             let mut script = Vec::new();
             super::script(shell, &mut script).unwrap();
-            assert!(String::from_utf8(script).unwrap().contains(VARIABLE), "{shell}");
+            assert!(String::from_utf8(script).unwrap().contains(COMPLETE), "{shell}");
         }
     }
 

@@ -2,6 +2,7 @@
 //! The `tombolo` command: it parses and wires; behaviour lives in the parts.
 
 mod completion;
+mod external;
 mod init;
 mod top;
 
@@ -11,7 +12,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
-use tombolo_vm::commands::cli::is_broken_pipe;
+
+use external::External;
 
 /// Files, packets, accelerator calls and function calls between co-resident VMs, through memory that they share
 #[derive(Parser)]
@@ -84,12 +86,9 @@ enum Command {
         command: tombolo_accel_server::cli::Command,
     },
     /// An emulated KVM host, to run and test in
-    Lab(tombolo_lab::cli::LabArguments),
+    Lab(external::Arguments),
     /// Measure side by side with what else there is
-    Bench {
-        #[command(subcommand)]
-        command: BenchCommand,
-    },
+    Bench(external::Arguments),
     /// Write a shell's completion to the standard output
     Completion {
         /// The shell
@@ -120,36 +119,19 @@ enum NetCommand {
     Vm(tombolo_vm::commands::net::NetCommand),
 }
 
-/// The benches.
-#[derive(Subcommand)]
-enum BenchCommand {
-    #[command(flatten)]
-    Bench(tombolo_bench::cli::Command),
-    /// OpenCL programs on the device itself and forwarded, in turns
-    Accel(tombolo_bench_accel::Options),
-    /// The start of VMs with and without passed-through devices
-    Start {
-        #[command(subcommand)]
-        command: tombolo_bench_start::cli::Command,
-    },
-}
-
 fn main() -> ExitCode {
     completion::answer();
-    end_quietly_on_a_closed_pipe();
+    tombolo_program::end_quietly_on_a_closed_pipe();
+    let words: Vec<_> = std::env::args_os().collect();
+    if let Some(error) = external::help(&words) {
+        complain(&error);
+        return ExitCode::FAILURE;
+    }
     let cli = Cli::parse();
     if cli.verbose {
         tombolo_vm::log::set_verbose();
     }
-    match run(cli) {
-        Ok(code) => code,
-        // The reader of the output has gone ('| head'), which is no failure.
-        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
-        Err(e) => {
-            complain(&e);
-            ExitCode::FAILURE
-        }
-    }
+    tombolo_program::end(run(cli), complain)
 }
 
 /// Prints an error. Words of a part that ran as another process begin with the program's name already.
@@ -157,85 +139,71 @@ fn complain(error: &anyhow::Error) {
     tombolo_vm::say!("{}", format!("{error:#}").trim_start_matches("tombolo: "));
 }
 
-/// `println!` panics if the reader of the standard output has gone. This makes such a panic end the program as a broken pipe does.
-fn end_quietly_on_a_closed_pipe() {
-    let others = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        let words = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
-        if words.starts_with("failed printing to stdout") && words.contains("Broken pipe") {
-            std::process::exit(0);
-        }
-        others(panic);
-    }));
-}
-
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         Command::Vm(command) => tombolo_vm::commands::cli::run(command, cli.json),
         Command::Init(options) => init::run(&options),
-        Command::Zone { command: ZoneCommand::Zone(mut command) } => {
-            if let tombolo_zone::cli::Command::Inspect { path } = &mut command {
-                // As with 'files': a name that is no file here is a zone of the running project.
-                if !path.as_os_str().as_encoded_bytes().contains(&b'/') && !path.exists() {
-                    put_path(path)?;
-                }
-            }
-            tombolo_zone::cli::run(command, cli.json)
-        }
-        Command::Zone { command: ZoneCommand::Vm(command) } => {
-            tombolo_vm::commands::zone::run(command, cli.json)
-        }
-        Command::Files { mut command } => {
-            if let Some(Err(e)) = command.zone_by_name().map(put_path) {
-                complain(&e);
-                return Ok(command.failure());
-            }
-            tombolo_files::cli::run(command, cli.json)
-        }
+        Command::Zone { command } => zone(command, cli.json),
+        Command::Files { command } => files(command, cli.json),
         Command::Libvirt { command } => tombolo_libvirt::cli::run(command),
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
-        Command::Lab(arguments) => tombolo_lab::cli::run(arguments, cli.json),
+        Command::Lab(arguments) => Err(External::Lab.execute(&arguments, cli.json)),
         Command::Start { command } => tombolo_vm::commands::start::run(command, cli.json),
         Command::Topology { command } => tombolo_vm::commands::topology::run(command, cli.json),
         Command::Noise(options) => tombolo_vm::commands::noise::run(&options, cli.json),
         Command::Grow(options) => tombolo_start::cli::run_grow(&options, cli.json),
-        Command::Net { command: NetCommand::Vm(command) } => {
-            tombolo_vm::commands::net::run(command, cli.json)
-        }
-        Command::Net { command: NetCommand::Net(mut command) } => {
-            if let Some(control) = command.control_mut() {
-                let name = control.as_deref().and_then(Path::to_str);
-                if name.is_none_or(|name| !name.contains('/')) {
-                    *control = tombolo_vm::commands::net::find_switch(name)?.or_else(|| control.take());
-                }
-            }
-            tombolo_net::control::cli::run(*command, cli.json)
-        }
+        Command::Net { command } => net(command, cli.json),
         Command::Top(options) => top::run(&options, cli.json),
         Command::Accel { command: tombolo_accel_server::cli::Command::Ls { control: None } } => {
             list_accelerators(cli.json)
         }
         Command::Accel { command } => tombolo_accel_server::cli::run(command, cli.json),
-        Command::Bench { command: BenchCommand::Bench(command) } => {
-            tombolo_bench::cli::run(command, cli.json)
-        }
-        Command::Bench { command: BenchCommand::Accel(options) } => {
-            tombolo_bench_accel::run(&options, cli.json)?;
-            Ok(ExitCode::SUCCESS)
-        }
-        Command::Bench { command: BenchCommand::Start { command } } => {
-            tombolo_bench_start::cli::run(command, cli.json)
-        }
+        Command::Bench(arguments) => Err(External::Bench.execute(&arguments, cli.json)),
         Command::Completion { shell } => {
             completion::script(shell, &mut std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Man { dir } => {
-            manual(&dir)
-                .with_context(|| format!("the manual pages can't be written to {}", dir.display()))?;
+            manual(&dir)?;
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+fn zone(command: ZoneCommand, json: bool) -> anyhow::Result<ExitCode> {
+    let mut command = match command {
+        ZoneCommand::Zone(command) => command,
+        ZoneCommand::Vm(command) => return tombolo_vm::commands::zone::run(command, json),
+    };
+    if let tombolo_zone::cli::Command::Inspect { path } = &mut command {
+        // As with 'files': a name that is no file here is a zone of the running project.
+        if !path.as_os_str().as_encoded_bytes().contains(&b'/') && !path.exists() {
+            put_path(path)?;
+        }
+    }
+    tombolo_zone::cli::run(command, json)
+}
+
+fn files(mut command: tombolo_files::cli::Command, json: bool) -> anyhow::Result<ExitCode> {
+    if let Some(Err(e)) = command.zone_by_name().map(put_path) {
+        complain(&e);
+        return Ok(command.failure());
+    }
+    tombolo_files::cli::run(command, json)
+}
+
+fn net(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
+    let mut command = match command {
+        NetCommand::Net(command) => command,
+        NetCommand::Vm(command) => return tombolo_vm::commands::net::run(command, json),
+    };
+    if let Some(control) = command.control_mut() {
+        let name = control.as_deref().and_then(Path::to_str);
+        if name.is_none_or(|name| !name.contains('/')) {
+            *control = tombolo_vm::commands::net::find_switch(name)?.or_else(|| control.take());
+        }
+    }
+    tombolo_net::control::cli::run(*command, json)
 }
 
 /// The server at the default address, where there is one, and those of running projects.
@@ -260,10 +228,17 @@ fn put_path(zone: &mut PathBuf) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Writes the manual pages of this program, and lets the installed programs of its other commands write theirs.
 fn manual(dir: &Path) -> anyhow::Result<()> {
-    std::fs::create_dir_all(dir)?;
-    clap_mangen::generate_to(Cli::command(), dir)?;
-    std::fs::write(dir.join("tombolo.toml.5"), tombolo_vm::compose::manual::page())?;
+    tombolo_program::write_manual(Cli::command(), dir)?;
+    let page = dir.join("tombolo.toml.5");
+    std::fs::write(&page, tombolo_vm::compose::manual::page())
+        .with_context(|| format!("{} can't be written", page.display()))?;
+    for external in External::ALL {
+        let Ok(mut program) = external.start() else { continue };
+        let status = program.arg("man").arg(dir).status().with_context(|| format!("{program:?}"))?;
+        anyhow::ensure!(status.success(), "{program:?} failed: {status}");
+    }
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, assert_names_the_missing_module, signal};
+use common::{Lab, TIMEOUT, assert_names_the_missing_module, signal};
 use opencl::{client_library, done, folder, image, program};
 use serde_json::Value;
 
@@ -55,7 +55,7 @@ fn same(program: &str, natively: &str, in_the_vm: &str) {
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what} never came");
+        assert!(start.elapsed() < TIMEOUT, "{what} never came");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -133,7 +133,7 @@ accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
         code == "0\n"
     });
 
-    // Who uses it is shown; a process of b may, though b lacks the library: its limits are its own.
+    // `accel` shows the accelerator's users. A process of b may be one, though b lacks the library: its limits are its own.
     let hold = "exec 5<>/dev/tombolo-calls-cl; echo held; read -r end";
     let held: Vec<_> = ["a", "b"]
         .into_iter()
@@ -166,7 +166,7 @@ accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
     tenants.sort_unstable();
     assert_eq!(tenants, [("vm:a", 100, 64 << 20), ("vm:b", 25, 64 << 20)]);
 
-    // The server is killed: whoever comes next is served by another one.
+    // The server is killed: another one serves the next client.
     signal(u32::try_from(pid.as_u64().unwrap()).unwrap(), "KILL");
     same("clinfo", &info, &lab.good(&["exec", "a", "--", "clinfo"]));
     wait_until("the second server", || {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Instant;
 
-use common::{Lab, PATIENCE};
+use common::{Lab, TIMEOUT};
 
 mod common;
 
@@ -33,7 +33,7 @@ fn interrupted(args: &[&str], program: &str) {
     let since = Instant::now();
     while !runs(&lab, program) {
         assert!(bench.try_wait().unwrap().is_none(), "the bench has ended");
-        assert!(since.elapsed() < PATIENCE, "{program} never ran");
+        assert!(since.elapsed() < TIMEOUT, "{program} never ran");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     let group = format!("-{}", bench.id());

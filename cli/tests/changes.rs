@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use common::stand_in::said;
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 use serde_json::{Value, json};
 
 mod common;
@@ -242,7 +242,7 @@ fn events_tell_each_state_from_now_on_or_since_a_time() {
 fn until(mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Kills whoever takes part in a command, at any moment of it, and compares what `ps` says with what the host has.
+//! Kills each process that takes part in a command, at any moment of it, and compares what `ps` says with what the host has.
 //! `TOMBOLO_KILLS=500 TOMBOLO_SEED=7 cargo test -p tombolo-cli --test kills` for more of them, or those of one seed.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 
 mod common;
 
@@ -68,7 +68,7 @@ fn settled(lab: &Lab) -> (serde_json::Value, Vec<u32>) {
         if !moving && known == there {
             return (ps, there);
         }
-        assert!(start.elapsed() < PATIENCE, "ps knows {known:?}, the host has {there:?}: {ps}");
+        assert!(start.elapsed() < TIMEOUT, "ps knows {known:?}, the host has {there:?}: {ps}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -84,7 +84,7 @@ fn begin(lab: &Lab, arguments: &[&str]) -> Child {
 }
 
 #[test]
-fn whoever_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_and_nothing_is_lost_that_was_up()
+fn whichever_process_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_and_nothing_is_lost_that_was_up()
  {
     let seed = number("TOMBOLO_SEED", u64::from(std::process::id()));
     println!("TOMBOLO_SEED={seed}");

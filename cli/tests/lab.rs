@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What only a KVM host shows, in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
+//! Claims that need a KVM host, checked in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
 
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use common::TIMEOUT;
 use serde_json::Value;
 
-/// Far beyond what anything here takes.
-const PATIENCE: Duration = Duration::from_secs(600);
+mod common;
+
 const TOMBOLO: &str = env!("CARGO_BIN_EXE_tombolo");
 
 /// A lab that is up until this is dropped, with a folder for the project in it.
@@ -56,7 +57,7 @@ impl Lab {
             if let Some(found) = ready(&seen) {
                 return found;
             }
-            assert!(begun.elapsed() < PATIENCE, "{line} still says {seen}");
+            assert!(begun.elapsed() < 2 * TIMEOUT, "{line} still says {seen}");
         }
     }
 }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `cpu_limit` and `memory_limit` on a kernel with cgroups of version 2: this program runs in a guest, with a stand-in for QEMU that tells where
-//! it is.
+//! `cpu_limit`, `memory_limit` and `isolate` on a kernel with cgroups of version 2: this program runs in a guest, with a stand-in for QEMU.
 
 use std::path::Path;
 use std::process::Command;
@@ -33,8 +32,8 @@ echo "in $group with $(cat "$group/cpu.max"), $(cat "$group/memory.max")"
 exit 1
 "#;
 
-/// An image with this program, the libraries that it needs, and a compose file.
-fn tools(lab: &Lab) {
+/// An image with this program, the libraries that it needs, a compose file, and a stand-in for QEMU.
+fn tools(lab: &Lab, compose: &str, qemu: &str) {
     let stage = lab.dir.path().join("stage");
     let program = env!("CARGO_BIN_EXE_tombolo");
     std::fs::create_dir_all(stage.join("lib")).unwrap();
@@ -45,9 +44,9 @@ fn tools(lab: &Lab) {
         let library = Path::new(word);
         std::fs::copy(library, stage.join("lib").join(library.file_name().unwrap())).unwrap();
     }
-    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\ncpu_limit = 1.5\nmemory_limit = \"256M\"\n";
-    let compose = format!("overcommit = true\nqemu = \"./qemu\"\n[vm.a]\n{vm}");
-    for (name, text) in [("tombolo.toml", compose.as_str()), ("qemu", QEMU), ("kernel", "")] {
+    let compose =
+        format!("overcommit = true\nqemu = \"./qemu\"\n{compose}kernel = \"./kernel\"\nmemory = \"128M\"\n");
+    for (name, text) in [("tombolo.toml", compose.as_str()), ("qemu", qemu), ("kernel", "")] {
         std::fs::write(stage.join(name), text).unwrap();
     }
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -67,7 +66,7 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
     let lab = Lab::new(
         "[vm.a]\nkernel = \"6.1\"\nmemory = \"512M\"\ndisks = [{ path = \"tools.img\", readonly = true }]\n",
     );
-    tools(&lab);
+    tools(&lab, "[vm.a]\ncpu_limit = 1.5\nmemory_limit = \"256M\"\n", QEMU);
     lab.good(&["up"]);
     let said = lab.good(&["exec", "a", "--", "sh", "-c", IN_GUEST]);
     let places: Vec<&str> =
@@ -80,5 +79,113 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
     assert!(said.contains("first 1") && said.contains("second 1"), "{said}");
     let left: Vec<&str> = said.lines().filter(|line| line.starts_with("/sys/fs/cgroup/")).collect();
     assert_eq!(left, ["/sys/fs/cgroup/unit/supervisor"], "{said}");
+    lab.good(&["down"]);
+}
+
+/// Isolates a CPU, gives it back by `down`, by `clean` after a crash, and by the next `up` after another one; then what is refused.
+const ISOLATION: &str = r#"set -e
+modprobe ext4
+mkdir -p /mnt /tmp/p
+mount -o ro /dev/vda /mnt
+mount -t cgroup2 none /sys/fs/cgroup
+cd /sys/fs/cgroup
+echo '+cpu +memory +cpuset' >cgroup.subtree_control
+mkdir -p unit plain/inner
+cd /tmp/p
+cp /mnt/tombolo.toml /mnt/qemu /mnt/kernel .
+export LD_LIBRARY_PATH=/mnt/lib TOMBOLO_HYPERVISOR=tcg XDG_RUNTIME_DIR=/tmp/p XDG_STATE_HOME=/tmp/p TOMBOLO_CGROUP=/sys/fs/cgroup/unit
+cpus() { sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' "/proc/$1/status"; }
+state() {
+	echo "$1: isolated $(cat /sys/fs/cgroup/cpuset.cpus.isolated), ours $(cpus $$), handed down $(cat unit/cpuset.cpus.exclusive), groups $(find unit -mindepth 1 -type d | wc -l), records $(find /tmp/p/tombolo/partitions -type f | wc -l)"
+}
+crash() {
+	supervisor=$(/mnt/tombolo ps --json | sed -n 's/.*"supervisor": *\([0-9]*\).*/\1/p' | head -n 1)
+	kill -9 "$supervisor"
+	while [ -d "/proc/$(cat /tmp/p/vcpu)" ]; do sleep 0.1; done
+}
+tombolo() { (cd /tmp/p; /mnt/tombolo "$@" 2>&1); }
+mkdir -p /tmp/p/tombolo/partitions
+chmod 700 /tmp/p/tombolo
+cd /sys/fs/cgroup
+tombolo topology plan
+tombolo up
+state up
+echo "vCPU: CPUs $(cpus "$(cat /tmp/p/vcpu)") in $(cut -d: -f3 "/proc/$(cat /tmp/p/vcpu)/cgroup")"
+tombolo topology show
+tombolo restart a
+state restarted
+tombolo down
+state down
+tombolo up
+cd /tmp/p; crash; cd /sys/fs/cgroup
+state crashed
+tombolo clean --dry-run
+tombolo clean
+state cleaned
+tombolo up
+cd /tmp/p; crash; cd /sys/fs/cgroup
+tombolo up
+state successor
+tombolo down
+state end
+TOMBOLO_CGROUP=/sys/fs/cgroup/plain/inner tombolo up || state refused
+"#;
+
+/// A stand-in with one thread, which is the vCPU.
+const ONE_VCPU: &str = r#"#!/bin/sh
+[ "$1" != --version ] || { echo "QEMU emulator version 10.0.0"; exit; }
+for word; do
+	case $word in socket,id=monitor,fd=*) fd=${word#*fd=} ;; esac
+done
+exec 0<&"$fd" 1>&"$fd"
+echo $$ >/tmp/p/vcpu
+echo '{"QMP": {"version": {}, "capabilities": []}}'
+while read -r line; do
+	id=$(printf %s "$line" | sed -n 's/.*"id": *\([0-9]*\).*/\1/p')
+	reply='{}'
+	case $line in
+		*query-cpus-fast*) reply='[{"cpu-index": 0, "thread-id": '$$', "props": {"socket-id": 0, "core-id": 0, "thread-id": 0}}]' ;;
+	esac
+	echo '{"return": '"$reply"', "id": '"$id"'}'
+	case $line in *'"quit"'*) exit ;; esac
+done
+"#;
+
+#[test]
+fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about() {
+    let lab = Lab::new(
+        "[vm.a]\nkernel = \"6.12\"\ncpus = 2\nmemory = \"512M\"\ndisks = [{ path = \"tools.img\", readonly = true }]\n",
+    );
+    let compose =
+        "reserve = 1\n[vm.a]\ntopology = \"close\"\ncpus = 1\nisolate = true\nready = \"running\"\n";
+    tools(&lab, compose, ONE_VCPU);
+    lab.good(&["up"]);
+    let said = lab.good(&["exec", "a", "--", "sh", "-c", ISOLATION]);
+    let free = "isolated , ours 0-1, handed down , groups 0, records 0";
+    let taken = "isolated 1, ours 0, handed down 1, groups 2, records 1";
+    let states = [
+        ("up", taken),
+        ("restarted", taken),
+        ("down", free),
+        ("crashed", taken),
+        ("cleaned", free),
+        ("successor", taken),
+        ("end", free),
+        ("refused", free),
+    ];
+    for (when, state) in states {
+        assert!(said.contains(&format!("{when}: {state}\n")), "{when}: {state} is not in\n{said}");
+    }
+    for words in [
+        "isolated for a: CPUs 1\n",
+        "CPU 0 (QEMU of a)\n",
+        "CPU 1 (a)\n",
+        "vCPU: CPUs 1 in /unit/tombolo-p-",
+        "-a/vcpus\n",
+        "would give the CPUs of /sys/fs/cgroup/unit/tombolo-p-",
+        "vm.a.isolate: the cgroup /sys/fs/cgroup/plain/inner lacks the controller cpuset; as root: echo +cpuset >/sys/fs/cgroup/plain/cgroup.subtree_control",
+    ] {
+        assert!(said.contains(words), "{words} is not in\n{said}");
+    }
     lab.good(&["down"]);
 }

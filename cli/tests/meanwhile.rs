@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What becomes of VMs while a command waits for others, and of commands whose client stands still. A stand-in for QEMU.
+//! VMs while a command waits for others, and commands whose client stands still. A stand-in for QEMU.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Stdio};

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, Tc
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 use serde_json::Value;
 
 mod common;
@@ -76,7 +76,7 @@ fn sent(lab: &Lab) -> (u64, u64) {
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what} never came");
+        assert!(start.elapsed() < TIMEOUT, "{what} never came");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

@@ -59,7 +59,7 @@ fn a_vm_is_measured_inside_and_below() {
     let timer =
         sources.iter().find(|row| row["source"]["kind"] == "timer" && row["source"]["place"] == "here");
     assert!(timer.is_some_and(|row| row["us_per_second"].as_f64() > Some(0.0)), "{json}");
-    // Under TCG nobody knows the guest's TSC offset. What the host did stands apart, or a note says why it does not.
+    // Under TCG the guest's TSC offset is not known. The host's part has a table of its own, or a note says why it has none.
     let notes = report["notes"].to_string();
     assert!(
         notes.contains("only KVM tells a guest's TSC offset") || notes.contains("on the host: "),

@@ -4,7 +4,7 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::PATIENCE;
+use common::TIMEOUT;
 use common::plain::Plain;
 
 mod common;
@@ -52,7 +52,7 @@ impl Host {
     fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
         let began = Instant::now();
         while !done() {
-            assert!(began.elapsed() < PATIENCE, "{what}");
+            assert!(began.elapsed() < TIMEOUT, "{what}");
             std::thread::sleep(Duration::from_millis(50));
         }
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 
 use common::stand_in::{number, until};
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 
 mod common;
 
@@ -132,7 +132,7 @@ impl Unit {
         // One of the start before.
         let _none = std::fs::remove_file(&socket);
         let ready = UnixDatagram::bind(&socket).unwrap();
-        ready.set_read_timeout(Some(PATIENCE)).unwrap();
+        ready.set_read_timeout(Some(TIMEOUT)).unwrap();
         let up = lab.command(&words).env("NOTIFY_SOCKET", &socket).stderr(Stdio::piped()).spawn().unwrap();
         Unit { up, ready }
     }

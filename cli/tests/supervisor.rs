@@ -228,7 +228,7 @@ fn a_qemu_that_is_stopped_in_the_middle_of_a_plug_does_not_hold_up_down() {
     signal(qemu, "STOP");
     let mut attach = lab.command(&["zone", "attach", "z", "a"]).stderr(Stdio::piped()).spawn().unwrap();
     // The monitor owes the reply to the first step when QEMU has been sent something.
-    until("the plug begins", || lab.ps()["zones"][0]["members"] != serde_json::json!([]));
+    until("attaching the zone begins", || lab.ps()["zones"][0]["members"] != serde_json::json!([]));
     down(&lab);
     assert!(!attach.wait().unwrap().success());
     lab.assert_nothing_left();
@@ -315,7 +315,7 @@ fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_alon
     let before = (supervisor(&lab), qemu(&lab));
     let zone = lab.dir.path().join("kept.zone");
     std::fs::OpenOptions::new().write(true).open(&zone).unwrap().set_len(4096).unwrap();
-    until("nobody tells", || lab.ps()["zones"][0]["lost"] == true);
+    until("ps does not say that the zone is lost", || lab.ps()["zones"][0]["lost"] == true);
     assert_eq!((supervisor(&lab), qemu(&lab)), before);
     lab.good(&["zone", "attach", "z", "a"]);
     lab.good(&["down"]);

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 use rustix::pty::OpenptFlags;
 use rustix::termios::{LocalModes, Termios, Winsize};
 
@@ -100,7 +100,7 @@ fn a_command_in_a_guest_has_a_terminal_with_its_size_its_keys_and_job_control() 
     session.wait_for("echo after-$?\r\n");
     let start = Instant::now();
     while running(&lab, "sleep 1000") != "1\n" {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(50));
     }
     session.type_in("\x03");
@@ -134,7 +134,7 @@ fn a_command_in_a_guest_has_a_terminal_with_its_size_its_keys_and_job_control() 
     assert_eq!(session.ended(), 130);
     let start = Instant::now();
     while running(&lab, "sleep 2000") != "0\n" || running(&lab, "script -q") != "0\n" {
-        assert!(start.elapsed() < PATIENCE, "{}", lab.good(&["exec", "a", "--", "ps"]));
+        assert!(start.elapsed() < TIMEOUT, "{}", lab.good(&["exec", "a", "--", "ps"]));
         std::thread::sleep(Duration::from_millis(50));
     }
     // Neither ports nor folders are left in the guest.
@@ -213,7 +213,7 @@ fn files_and_folders_go_to_a_guest_and_back_as_they_are_and_an_interrupted_copy_
         lab.good(&["exec", "a", "--", "sh", "-c", "cat /root/kept; ls -A /root | grep -c tombolo-cp; true"])
     };
     while left() != "before\n0\n" {
-        assert!(start.elapsed() < PATIENCE, "{}", left());
+        assert!(start.elapsed() < TIMEOUT, "{}", left());
         std::thread::sleep(Duration::from_millis(50));
     }
     let missing = lab.run(&["cp", "a:/root/none", "x"]);

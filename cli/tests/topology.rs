@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 
 mod common;
 
@@ -92,7 +92,7 @@ fn switch(lab: &Lab, is: impl Fn(u64, &str) -> bool) -> (u64, String) {
         let cpus = service["cpus"].as_str().unwrap().to_owned();
         match service["process"].as_u64() {
             Some(process) if is(process, &cpus) => return (process, cpus),
-            _ => assert!(begun.elapsed() < PATIENCE, "{ps:#}"),
+            _ => assert!(begun.elapsed() < TIMEOUT, "{ps:#}"),
         }
         std::thread::sleep(Duration::from_millis(20));
     }

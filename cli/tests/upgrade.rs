@@ -106,7 +106,7 @@ fn vms_networks_zones_consoles_and_events_go_on_under_another_program() {
     line_with(&mut happened, "a rebooting");
     line_with(&mut words, "first words");
     signal(qemu("b").0.unwrap(), "KILL");
-    until("nobody sees the end of b", || qemu("b").1["state"] == "ended: QEMU was killed by signal 9");
+    until("ps does not show the end of b", || qemu("b").1["state"] == "ended: QEMU was killed by signal 9");
     let switch = number(&after["networks"][0]["pid"]);
     signal(switch, "KILL");
     until("the switch is not started again", || {

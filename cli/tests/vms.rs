@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, assert_names_the_missing_module, signal};
+use common::{Lab, TIMEOUT, assert_names_the_missing_module, signal};
 
 mod common;
 
@@ -135,7 +135,7 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     signal(u32::try_from(pids(&ps)[1]).unwrap(), "KILL");
     let start = Instant::now();
     while lab.ps()["vms"][1]["state"] == "up" {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(lab.ps()["vms"][1]["state"], "ended: QEMU was killed by signal 9");
@@ -249,7 +249,7 @@ fn wait_rebooted(lab: &Lab, count: u64) -> serde_json::Value {
         }
         let state = vm["state"].as_str().unwrap();
         assert!(!state.starts_with("failed") && !state.starts_with("ended"), "{vm}");
-        assert!(start.elapsed() < PATIENCE, "{vm}");
+        assert!(start.elapsed() < TIMEOUT, "{vm}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -295,7 +295,7 @@ fn a_guest_that_reboots_comes_back_a_new_member_with_all_its_zones_mounted() {
     lab.run(&["exec", "a", "--", "poweroff"]);
     let start = Instant::now();
     while lab.ps()["vms"][0]["state"] == "up" {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(lab.ps()["vms"][0]["state"], "ended: the guest switched itself off");
@@ -369,7 +369,7 @@ fn a_guest_that_panics_is_dead_at_once_and_its_console_says_why() {
     lab.run(&["exec", "a", "--", "sh", "-c", "echo c >/proc/sysrq-trigger"]);
     let start = Instant::now();
     while lab.ps()["vms"][0]["state"] == "up" {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(lab.ps()["vms"][0]["state"], "ended: the guest's kernel panicked");
@@ -403,7 +403,7 @@ zones = { shared = { mount = "/mnt/shared" } }
         if vm["pid"] != small && vm["state"] == "up" {
             break vm;
         }
-        assert!(start.elapsed() < PATIENCE, "{vm}");
+        assert!(start.elapsed() < TIMEOUT, "{vm}");
         std::thread::sleep(Duration::from_millis(50));
     };
     assert!(memory_of_a(&lab) > 900 << 20, "{vm}");
@@ -442,7 +442,7 @@ fn zones_come_and_go_and_come_back_as_often_as_there_are_ports() {
     let hearing = lab.command(&hear).stdout(Stdio::piped()).spawn().unwrap();
     let start = Instant::now();
     while !host.join("ready").exists() {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(10));
     }
     std::fs::write(host.join("d/new"), "").unwrap();
@@ -485,7 +485,7 @@ fn the_tiny_guest_tells_an_accelerator_that_works() {
     let qemu = tombolo_vm::qemu::version::Qemu::find(None).unwrap();
     let kernel = common::plain::kit().join("vmlinuz");
     let tcg = tombolo_vm::qemu::Hypervisor::Tcg;
-    let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, PATIENCE);
+    let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, TIMEOUT);
     assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");
 }
 
@@ -536,14 +536,14 @@ fn the_host_and_a_guest_hear_of_each_other() {
     let hearing = lab.command(&hear).stdout(Stdio::piped()).spawn().unwrap();
     let start = Instant::now();
     while !host.join("ready").exists() {
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         std::thread::sleep(Duration::from_millis(10));
     }
     std::fs::write(host.join("d/new"), "y").unwrap();
     std::fs::rename(host.join("d/new"), host.join("d/moved")).unwrap();
     std::fs::OpenOptions::new().append(true).open(host.join("d/file")).unwrap().write_all(b"z").unwrap();
     std::fs::remove_file(host.join("d/moved")).unwrap();
-    // Files that are gone before anybody hears of them.
+    // Files that are gone before a VM hears of them.
     for n in 0..20 {
         std::fs::write(host.join(format!("d/brief{n}")), "y").unwrap();
         std::fs::remove_file(host.join(format!("d/brief{n}"))).unwrap();

@@ -187,9 +187,11 @@ const struct dentry_operations tmb_dentry_ops = {
 
 /* --- making -------------------------------------------------------------------------------------------------- */
 
-/* Makes an inode with a name, or without (name NULL). */
-static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr *name, umode_t mode, dev_t rdev,
-			  const char *target, bool open)
+/*
+ * Makes an inode with a name, or without (name NULL). The inode is referenced (tmb_reference): it stays alive if another member removes the
+ * name at once. Otherwise the operation would fail with ESTALE after it had made the name, and the VFS would make the name again.
+ */
+static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr *name, umode_t mode, dev_t rdev, const char *target)
 {
 	struct tfs *fs = tmb_fs(dir);
 	struct tfs_create c = {};
@@ -220,7 +222,7 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 	c.rdev = (u64)MAJOR(rdev) << MINORBITS | MINOR(rdev);
 	c.symlink = target;
 	c.symlink_len = target ? strlen(target) : 0;
-	c.open = open;
+	c.open = true;
 	c.now = tfs_os_now();
 	if (c.uid == (uid_t)-1 || c.gid == (gid_t)-1)
 		err = -EOVERFLOW;
@@ -230,25 +232,23 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 	if (err)
 		return ERR_PTR(err);
 	inode = tmb_iget(dir->i_sb, h);
-	if (IS_ERR(inode)) {
-		if (open)
-			tfs_close_ref(fs, h);
-		return inode;
+	/* The zone's inode has this member's open bit; this makes it the inode's. */
+	err = PTR_ERR_OR_ZERO(inode);
+	if (!err) {
+		err = tmb_reference(inode);
+		if (!err)
+			return inode;
+		iput(inode);
 	}
-	if (open) {
-		struct tmb_inode *ti = tmb_i(inode);
-
-		mutex_lock(&ti->lock);
-		ti->referenced = true;
-		mutex_unlock(&ti->lock);
-	}
-	return inode;
+	tfs_close_ref(fs, h);
+	return ERR_PTR(err);
 }
 
-static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target)
+/* opens: the caller opens the inode and drops the reference of make(). */
+static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target, bool opens)
 {
 	u64 before = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
-	struct inode *inode = make(idmap, dir, &dentry->d_name, mode, rdev, target, false);
+	struct inode *inode = make(idmap, dir, &dentry->d_name, mode, rdev, target);
 
 	if (IS_ERR(inode)) {
 		/* Another member made the name: no negative dentry may stay. */
@@ -257,6 +257,8 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 		return PTR_ERR(inode);
 	}
 	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
+	if (!opens)
+		tmb_unreference(inode);
 	if (S_ISDIR(mode)) {
 		struct dentry *alias;
 
@@ -277,34 +279,61 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	return 0;
 }
 
+/* A regular file that is not opened: mknod(2), and other file systems on top of this one. */
 static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, bool excl)
 {
-	int err = make_named(idmap, dir, dentry, mode, 0, NULL);
+	return make_named(idmap, dir, dentry, mode, 0, NULL, false);
+}
 
-	/* Without O_EXCL, open a name that another member has made meanwhile, with the permission checks of an open: walk the path again. */
-	return err == -EEXIST && !excl ? -ESTALE : err;
+/* Makes and opens a file in one step. A name that is there is left to the VFS, with the permission checks of an open. */
+static int tmb_atomic_open(struct inode *dir, struct dentry *dentry, struct file *file, unsigned int flags, umode_t mode)
+{
+	struct dentry *found = NULL;
+	int err;
+
+	if (d_in_lookup(dentry)) {
+		found = tmb_lookup(dir, dentry, 0);
+		if (IS_ERR(found))
+			return PTR_ERR(found);
+		if (found)
+			dentry = found;
+	}
+	if (!(flags & O_CREAT) || d_really_is_positive(dentry))
+		return finish_no_open(file, found);
+	err = make_named(tmb_file_idmap(file), dir, dentry, S_IFREG | mode, 0, NULL, true);
+	if (!err) {
+		file->f_mode |= FMODE_CREATED;
+		err = finish_open(file, dentry, NULL);
+		if (err)
+			tmb_unreference(d_inode(dentry));
+	} else if (err == -EEXIST && !(flags & O_EXCL)) {
+		/* Another member made the name meanwhile: ESTALE has the VFS walk the path again. */
+		err = -ESTALE;
+	}
+	dput(found);
+	return err;
 }
 
 static int tmb_mknod(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev)
 {
-	return make_named(idmap, dir, dentry, mode, rdev, NULL);
+	return make_named(idmap, dir, dentry, mode, rdev, NULL, false);
 }
 
 static int tmb_mkdir(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode)
 {
-	return make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL);
+	return make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL, false);
 }
 
 static int tmb_symlink(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, const char *target)
 {
 	if (strlen(target) > TFS_SYMLINK_MAX)
 		return -ENAMETOOLONG;
-	return make_named(idmap, dir, dentry, S_IFLNK | 0777, 0, target);
+	return make_named(idmap, dir, dentry, S_IFLNK | 0777, 0, target, false);
 }
 
 static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, umode_t mode)
 {
-	struct inode *inode = make(idmap, dir, NULL, mode, 0, NULL, true);
+	struct inode *inode = make(idmap, dir, NULL, mode, 0, NULL);
 
 	if (IS_ERR(inode))
 		return finish_open_simple(file, PTR_ERR(inode));
@@ -521,6 +550,7 @@ const struct file_operations tmb_dir_fops = {
 const struct inode_operations tmb_dir_iops = {
 	.lookup = tmb_lookup,
 	.create = tmb_create,
+	.atomic_open = tmb_atomic_open,
 	.mknod = tmb_mknod,
 	.mkdir = tmb_mkdir,
 	.symlink = tmb_symlink,

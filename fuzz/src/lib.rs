@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the fuzz targets of several parts share: libFuzzer's entry point, and inputs for tests without libFuzzer.
+//! The common half of the fuzz targets of several parts: libFuzzer's entry point, and inputs for tests without libFuzzer.
 //!
 //! A part's package of targets is a static library with [`entry`]; `fuzz/build PACKAGE PROGRAM` links it with libFuzzer, with the
 //! crates instrumented that `fuzz/instrument` names.

@@ -36,7 +36,7 @@ pub const GUEST_ADDRESS: &str = "10.0.2.15";
 const STATUS: &str = "status";
 const ADDRESS: &str = "address";
 
-/// Below the ports that the kernel gives to whoever asks for any.
+/// Below the ports that the kernel chooses for sockets without a port.
 const FORWARDED_PORTS: std::ops::Range<u16> = 20_000..32_000;
 
 /// nosmp and tsc=reliable spare the kernel calibrations that fail where time is counted in instructions; reboot=triple makes a

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use anyhow::{Context, Result, bail};
+use clap::CommandFactory;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::bochs::Bochs;
@@ -19,15 +20,24 @@ use crate::protocol::Start;
 use crate::signals::Signals;
 use crate::{agent, cache};
 
-/// `tombolo lab`.
-#[derive(Debug, clap::Args)]
-pub struct LabArguments {
+/// An emulated KVM host, to run and test in
+#[derive(Debug, clap::Parser)]
+#[command(
+    name = "tombolo-lab",
+    bin_name = "tombolo lab",
+    version,
+    max_term_width = 100,
+    propagate_version = true
+)]
+pub struct Arguments {
+    /// Write JSON where a script would read it
+    #[arg(long, global = true)]
+    json: bool,
     /// The lab with Intel VMX, EPT and VMFUNC, under Bochs: slower, and it sees of this machine only what it is given
     #[arg(long, global = true)]
-    pub vmx: bool,
-    /// The command
+    vmx: bool,
     #[command(subcommand)]
-    pub command: Command,
+    command: Command,
 }
 
 /// The commands of `tombolo lab`.
@@ -55,6 +65,12 @@ pub enum Command {
         /// The port that this worker serves
         #[arg(long)]
         port: Option<PathBuf>,
+    },
+    /// Write the manual pages into a folder
+    #[command(hide = true)]
+    Man {
+        /// The folder
+        dir: PathBuf,
     },
 }
 
@@ -108,7 +124,8 @@ pub struct RunOptions {
 }
 
 /// Runs a command of `tombolo lab`; the exit code of `run` and `shell` is the command's.
-pub fn run(arguments: LabArguments, json: bool) -> Result<ExitCode> {
+pub fn run(arguments: Arguments) -> Result<ExitCode> {
+    let json = arguments.json;
     let machine = if arguments.vmx { Machine::Vmx } else { Machine::Svm };
     match arguments.command {
         Command::Agent { port } => agent::run(port.as_deref()).map(|()| ExitCode::SUCCESS),
@@ -133,6 +150,10 @@ pub fn run(arguments: LabArguments, json: bool) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Fetch => fetch(machine, json),
+        Command::Man { dir } => {
+            tombolo_program::write_manual(Arguments::command(), &dir)?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
@@ -169,14 +190,10 @@ impl Options {
     pub fn config(&self, machine: Machine) -> Result<Config> {
         let own = std::env::current_exe().context("finding this program's own file")?;
         let own = own.to_str().context("this program's path is not UTF-8")?.to_owned();
-        // In the `tombolo` binary these commands stand below `lab`; the agent is started the way that we were.
-        let mut agent = vec![own];
-        agent.extend(std::env::args().skip(1).find(|a| !a.starts_with('-')).filter(|a| a == "lab"));
-        agent.push("agent".into());
         let config = Config {
             machine,
             huge_pages: self.huge_pages,
-            agent,
+            agent: vec![own, "agent".into()],
             kernel_arguments: self.append.clone(),
             ..Config::default()
         };

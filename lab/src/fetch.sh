@@ -37,8 +37,8 @@ case $what in
         unpack_packages "$into" "seabios=$seabios" qemu-system-{x86,common,data}="$version"
         ;;
     bochs)
-        # Whatever this machine's release, so with its own loader and libraries; what these packages want beside libraries (desktop settings, icons)
-        # is not needed without a screen.
+        # This machine may have another release, so Bochs comes with its own loader and libraries. Its packages also depend on desktop settings and
+        # icons, which it does not need without a screen.
         version=$(newest bochs)
         [[ $version ]] || die "Debian 13's archive has no bochs"
         say "Bochs of the lab: $version"

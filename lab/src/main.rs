@@ -1,28 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The lab on its own, for use where the `tombolo` binary is not built.
+//! The program that `tombolo lab` executes; also the agent of the labs that it boots.
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
-/// An emulated KVM host: real KVM, VFIO, NUMA and huge pages on any machine
-#[derive(Parser)]
-#[command(name = "tombolo-lab", version)]
-struct Arguments {
-    /// Machine-readable output
-    #[arg(long, global = true)]
-    json: bool,
-    #[command(flatten)]
-    lab: tombolo_lab::cli::LabArguments,
-}
+use tombolo_lab::cli::{Arguments, run};
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match tombolo_lab::cli::run(arguments.lab, arguments.json) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("tombolo-lab: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    tombolo_program::run(run as fn(Arguments) -> _)
 }

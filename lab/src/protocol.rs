@@ -4,7 +4,7 @@
 //! A frame is a kind (one byte, never 0), a payload length (32 bits, little endian, at most [`MAX_PAYLOAD`]) and the
 //! payload. Zero bytes between frames mean nothing. A port outlives its clients and a client may die in the middle of a
 //! frame, so each client first sends [`prelude`]: as many zeros as any unfinished frame can still want, then a
-//! [`Frame::Hello`] with a nonce; what comes back before the same nonce belongs to someone else and is dropped.
+//! [`Frame::Hello`] with a nonce; frames that come back before the same nonce belong to an earlier client and are dropped.
 
 use serde::{Deserialize, Serialize};
 

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, RawFd};
 
 use rustix::event::EventfdFlags;
 
@@ -38,6 +38,12 @@ impl Event {
     /// No descriptors are left.
     pub fn to_file(&self) -> io::Result<File> {
         self.0.try_clone()
+    }
+}
+
+impl AsFd for Event {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

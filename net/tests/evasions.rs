@@ -4,8 +4,9 @@
 mod common;
 
 use std::collections::VecDeque;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::RawFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -16,7 +17,7 @@ use tombolo_net::control::metrics::status;
 use tombolo_net::forwarding::forward::{BATCH, Forwarder, Pass};
 use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::forwarding::view::{Attached, View};
-use tombolo_net::frames::frame::{GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::frame::{GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, MAX_FRAME, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::frames::headers::{Headers, LOOK};
 use tombolo_net::frames::offload;
 use tombolo_net::policy::limit::Rate;
@@ -25,6 +26,7 @@ use tombolo_net::policy::rules::{self, Rule, Way};
 use tombolo_net::policy::spoof;
 use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::port::Port;
+use tombolo_net::uplink::passt::Passt;
 use tombolo_net::uplink::{Link, Uplink};
 use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::OFFLOADS;
@@ -283,14 +285,35 @@ impl Link for End {
 /// Gives the guests of `rig` an uplink, as their last port.
 fn with_uplink(rig: &mut Rig) -> Arc<Wire> {
     let wire = Arc::new(Wire::default());
+    with_link(rig, Box::new(End(wire.clone())));
+    wire
+}
+
+fn with_link(rig: &mut Rig, link: Box<dyn Link>) {
     let port = Arc::new(Port::new("up", 1));
     rig.ports.push(port.clone());
-    let uplink = Some(Arc::new(Uplink::new(Box::new(End(wire.clone())))));
+    let uplink = Some(Arc::new(Uplink::new(link)));
     let policy = Policy { uplink: true, ..Policy::default() };
     let mut ports = rig.view.ports().to_vec();
     ports.push(Attached { uplink, ..Attached::guest(port, policy) });
     rig.view = View::new(ports).unwrap();
-    wire
+}
+
+#[test]
+fn passt_gets_no_frame_that_is_longer_than_it_takes() {
+    // passt (since 2024) closes the connection over which a longer one comes, and with it the uplink of all guests.
+    const LONGEST: usize = 65_535;
+    let (own, mut theirs) = UnixStream::pair().unwrap();
+    let mut rig = Rig::new(&[NicConfig { tx_buffer: 70_000, ..NicConfig::default() }]);
+    with_link(&mut rig, Box::new(Passt::over(own.into()).unwrap()));
+    for len in [LONGEST + 1, MAX_FRAME, LONGEST] {
+        assert!(rig.nics[0].send(&frame(Mac([2, 9, 9, 9, 9, 9]), Rig::mac(0), len, 0)));
+        assert_eq!(rig.pass(0), Pass::Worked(1));
+    }
+    let mut head = [0; 4];
+    theirs.read_exact(&mut head).unwrap();
+    assert_eq!(u32::from_be_bytes(head) as usize, LONGEST);
+    assert_eq!(rig.ports[1].received().dropped_for(Reason::Uplink), 2);
 }
 
 #[test]

@@ -8,7 +8,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
+use common::lab::{hung_up, message};
 use common::namespace::alone;
 use common::never::Never;
 use common::program::Switch;
@@ -126,6 +128,32 @@ fn a_front_end_that_takes_all_descriptors_holds_up_no_port() {
     let sent = frame(Rig::mac(0), Rig::mac(1), 90, 3);
     assert!(b.send(&sent));
     assert_eq!(wait_for("a frame for the next guest", || next.receive()).1, sent);
+}
+
+#[test]
+fn a_front_end_that_connects_when_too_few_descriptors_are_left_can_connect_later() {
+    let switch = Switch::start(0, &["--user", "root"]);
+    let socket = switch.dir.path().join("vm");
+    // The threads of earlier answers hold descriptors.
+    let tasks = format!("/proc/{}/task", switch.child.id());
+    wait_for("the end of answers", || {
+        let mut names = std::fs::read_dir(&tasks).unwrap().flatten();
+        let answers = |t: std::fs::DirEntry| {
+            std::fs::read_to_string(t.path().join("comm")).is_ok_and(|n| n == "net-answer\n")
+        };
+        (!names.any(answers)).then_some(())
+    });
+    // The call that waits for a connection has a descriptor already; there is none for the duplicate that the switch makes.
+    limit_descriptors(switch.child.id(), 0);
+    hung_up(&UnixStream::connect(&socket).unwrap());
+    limit_descriptors(switch.child.id(), 100);
+    let mut stream = UnixStream::connect(&socket).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    const GET_FEATURES: u32 = 1;
+    message(&stream, GET_FEATURES, &[], &[]);
+    stream.read_exact(&mut [0; 20]).expect("an answer");
+    drop(stream);
+    drop(switch.guest(0));
 }
 
 /// One message of many, chosen by `choice`, about queue `queue`.

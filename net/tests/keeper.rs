@@ -3,8 +3,9 @@
 
 mod common;
 
+use std::io::Write;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -116,6 +117,51 @@ fn ports_come_and_go_in_a_sandboxed_switch_and_take_their_sockets_with_them() {
     let said = ask::<serde_json::Value>(&switch.control(), &taken).unwrap_err().to_string();
     assert!(said.contains("belongs to port vm already"), "{said}");
     assert!(!switch.dir.path().join("taken").exists());
+}
+
+#[test]
+fn a_port_that_many_add_and_remove_at_once_has_a_socket_if_and_only_if_the_switch_has_it() {
+    let switch = Switch::start(0, &[]);
+    let control = switch.control();
+    let (add, remove) = (port_of(&switch, "come"), Request::Remove { name: "come".into() });
+    for round in 0..200 {
+        // Some are refused.
+        let said = |request| drop(ask::<serde_json::Value>(&control, request));
+        said(&add);
+        std::thread::scope(|s| {
+            for request in [&remove, &remove, &add, &remove, &add] {
+                s.spawn(move || said(request));
+            }
+        });
+        let answers = UnixStream::connect(switch.dir.path().join("come")).is_ok();
+        assert_eq!(switch.port("come").is_some(), answers, "round {round}");
+        said(&remove);
+    }
+}
+
+#[test]
+fn peers_of_the_control_socket_that_send_nothing_half_a_request_or_too_much_hold_up_no_command() {
+    let switch = Switch::start(0, &[]);
+    let peers: Vec<UnixStream> = (0..200)
+        .map(|n| {
+            let mut peer = UnixStream::connect(switch.control()).unwrap();
+            peer.set_nonblocking(true).unwrap();
+            // The switch takes as much as it likes.
+            let _taken = match n % 4 {
+                0 => Ok(()),
+                1 => peer.write_all(b"{\"do\":\"por"),
+                2 => peer.write_all(&vec![b'['; 4 << 20]),
+                _ => peer.write_all(&[0xff, b'\n', 0]),
+            };
+            peer
+        })
+        .collect();
+    for _ in 0..20 {
+        ask::<serde_json::Value>(&switch.control(), &port_of(&switch, "more")).unwrap();
+        assert!(switch.port("more").is_some());
+        ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "more".into() }).unwrap();
+    }
+    drop(peers);
 }
 
 #[test]

@@ -96,7 +96,7 @@ fn a_group_goes_to_those_who_joined_it_and_to_routers_and_comes_to_an_end() {
     assert_eq!(net.says(1, 0x17, GROUP), 1 << ROUTER, "and so is a leave, though it goes to 224.0.0.2");
     net.now += 2;
     assert_eq!(net.reaches(ROUTER, GROUP), 0);
-    assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where nobody has it");
+    assert_eq!(net.dropped(ROUTER, Reason::Unwanted), 1, "counted where no port has joined");
     // A silent member is forgotten, while the router keeps querying.
     net.says(2, 0x22, Ipv4Addr::new(0, 0, 0, 0));
     net.says(2, 0x16, GROUP);
@@ -289,7 +289,7 @@ fn groups_and_queriers_are_those_of_their_vlan() {
     let data = |n: usize| datagram(Rig::mac(n), host(n), GROUP, 1);
     assert_eq!(to_trunk(&mut net, 0, &data(0)), [ROUTER]);
     assert_eq!(to_trunk(&mut net, 2, &on(6, &data(2))), [ROUTER], "the other port of VLAN 6");
-    assert_eq!(to_trunk(&mut net, ROUTER, &on(6, &data(ROUTER))), [2], "nobody asks there");
+    assert_eq!(to_trunk(&mut net, ROUTER, &on(6, &data(ROUTER))), [2], "no querier there");
     // A trunk that joins on VLAN 6 has not joined on VLAN 5.
     to_trunk(&mut net, 2, &on(6, &igmp(Rig::mac(2), host(2), 0x16, GROUP)));
     assert_eq!(to_trunk(&mut net, 0, &data(0)), [ROUTER]);
@@ -301,7 +301,7 @@ fn groups_and_queriers_are_those_of_their_vlan() {
 fn transparent_ports_keep_their_own_vlans_to_themselves() {
     let mut net = Net::new().asked();
     let tagged = |f: Vec<u8>| [&f[..12], &[0x81, 0, 0, 5], &f[12..]].concat();
-    assert_eq!(net.send(0, &tagged(datagram(Rig::mac(0), host(0), GROUP, 1))), 0b1110, "nobody asks there");
+    assert_eq!(net.send(0, &tagged(datagram(Rig::mac(0), host(0), GROUP, 1))), 0b1110, "no querier there");
     net.send(1, &tagged(igmp(Rig::mac(1), host(1), 0x16, GROUP)));
     assert_eq!(net.reaches(0, GROUP), 1 << ROUTER, "a report on another VLAN");
 }
@@ -385,15 +385,15 @@ fn the_switch_asks_on_every_vlan_of_its_ports_and_loses_no_group_there() {
     let on = |vid: u8, f: &[u8]| [&f[..12], &[0x81, 0, 0, vid], &f[12..]].concat();
     let join = igmp(Rig::mac(2), host(2), 0x16, GROUP);
     let data = datagram(Rig::mac(0), host(0), GROUP, 1);
-    let nobody: [usize; 0] = [];
+    let none: [usize; 0] = [];
     let receivers = |net: &mut Net, n: usize, f: &[u8]| {
         assert!(net.rig.nics[n].send(f));
         net.rig.pass_at(n, net.now * SECOND);
         (0..4).filter(|i| std::iter::from_fn(|| net.rig.nics[*i].receive()).count() > 0).collect::<Vec<_>>()
     };
-    assert_eq!(receivers(&mut net, 0, &data), nobody, "nobody has joined it on VLAN 5");
+    assert_eq!(receivers(&mut net, 0, &data), none, "no port has joined it on VLAN 5");
     receivers(&mut net, 2, &on(6, &join));
-    assert_eq!(receivers(&mut net, 0, &data), nobody);
+    assert_eq!(receivers(&mut net, 0, &data), none);
     receivers(&mut net, 2, &on(5, &join));
     assert_eq!(receivers(&mut net, 0, &data), [2]);
     // One that leaves is followed by a question, on its VLAN only.
@@ -403,7 +403,7 @@ fn the_switch_asks_on_every_vlan_of_its_ports_and_loses_no_group_there() {
     net.now += 1;
     assert_eq!(receivers(&mut net, 0, &data), [2], "another host there may answer yet");
     net.now += 1;
-    assert_eq!(receivers(&mut net, 0, &data), nobody);
+    assert_eq!(receivers(&mut net, 0, &data), none);
 }
 
 #[test]
@@ -416,4 +416,26 @@ fn a_guest_that_leaves_without_end_keeps_no_other_from_a_question() {
     net.says(1, 0x17, GROUP);
     assert_eq!(asked_by_the_switch(&mut net)[2].len(), 5, "four for the one, one for the other");
     assert_eq!(net.rig.view.ports()[4].port.received().dropped_for(Reason::Uplink), 16);
+}
+
+#[test]
+fn a_transparent_guests_own_tag_takes_no_question_of_the_switch_into_a_vlan() {
+    let mut net = Net::with(|i| Policy {
+        vlan: if i == 2 { Vlan::Access(5) } else { Vlan::Transparent },
+        router: false,
+        ..Policy::default()
+    });
+    with_querier(&mut net);
+    let leave = igmp(Rig::mac(0), host(0), 0x17, GROUP);
+    let to_querier = [&querier::MAC.0[..], &leave[6..]].concat();
+    for (plain, f) in [(false, &leave), (false, &to_querier), (true, &leave), (true, &to_querier)] {
+        let tag: &[u8] = if plain { &[] } else { &[0x81, 0, 0, 5] };
+        assert!(net.rig.nics[0].send(&[&f[..12], tag, &f[12..]].concat()));
+        net.rig.pass_at(0, net.now * SECOND);
+        net.rig.nics.iter_mut().for_each(|nic| while nic.receive().is_some() {});
+        let v4 = [0x08, 0, 0x46, 0xc0];
+        let there = if plain { vec![v4] } else { vec![] };
+        assert_eq!(asked_by_the_switch(&mut net), [there.clone(), there.clone(), vec![], there]);
+    }
+    assert_eq!(net.dropped(0, Reason::Vlan), 1, "the one for the querier alone");
 }

@@ -285,8 +285,6 @@ fn a_guest_that_has_come_from_another_host_is_announced_to_all_others_with_its_o
     exchange(&mut a, &mut b, 3, 1);
     // A front-end can't announce another port's MAC.
     message(&raw, SEND_RARP, &[&Rig::mac(1).0[..], &[0; 2]].concat(), &[]);
-    hung_up(&raw);
-    let mut a = lab.connect(0, NicConfig::default());
     let sent = frame(Rig::mac(2), Rig::mac(0), 80, 1);
     assert!(a.send(&sent));
     assert_eq!(wait_for("the next frame", || c.receive()).1, sent);

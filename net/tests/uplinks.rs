@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch as its users run it, sandboxed, with uplinks: TAP, an interface, passt. Each test has a network namespace of
-//! its own, which ends with it. Needs iproute2, util-linux and passt.
+//! The switch as its users run it, sandboxed, with uplinks: TAP and an interface. Each test has a network namespace of its
+//! own, which ends with it. Needs iproute2 and util-linux.
 
 mod common;
 
 use std::net::UdpSocket;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 use common::namespace::alone;
-use common::network::{cable, sh};
-use common::program::{Switch, child_of};
+use common::network::{arp, cable, ethernet, ipv4, sh, sum};
+use common::program::Switch;
 use common::{Rig, frame, wait_for};
 use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::uplink::Link;
@@ -21,32 +19,6 @@ use tombolo_net::vring::features::OFFLOADS;
 
 const HOST: [u8; 4] = [10, 9, 0, 1];
 const GUEST: [u8; 4] = [10, 9, 0, 2];
-
-/// The Internet checksum.
-fn sum(bytes: &[u8]) -> [u8; 2] {
-    let mut s: u32 = bytes.chunks(2).map(|c| u32::from(c[0]) << 8 | u32::from(*c.get(1).unwrap_or(&0))).sum();
-    while s > 0xffff {
-        s = (s & 0xffff) + (s >> 16);
-    }
-    (!(s as u16)).to_be_bytes()
-}
-
-fn ethernet(to: Mac, from: Mac, ethertype: u16, body: &[u8]) -> Vec<u8> {
-    [&to.0[..], &from.0, &ethertype.to_be_bytes(), body].concat()
-}
-
-fn ipv4(to: [u8; 4], from: [u8; 4], protocol: u8, body: &[u8]) -> Vec<u8> {
-    let len = ((20 + body.len()) as u16).to_be_bytes();
-    let mut head = [&[0x45, 0][..], &len, &[0, 0, 0, 0, 64, protocol, 0, 0], &from, &to].concat();
-    let check = sum(&head);
-    head[10..12].copy_from_slice(&check);
-    head.extend(body);
-    head
-}
-
-fn arp(operation: u8, mac: Mac, ip: [u8; 4], to: Mac, target: [u8; 4]) -> Vec<u8> {
-    [&[0, 1, 8, 0, 6, 4, 0, operation][..], &mac.0, &ip, &to.0, &target].concat()
-}
 
 /// Returns the next frame for the guest that is not its neighbours' own traffic; answers ARP requests for its MAC.
 fn next(nic: &mut Nic, own: Mac) -> Vec<u8> {
@@ -171,87 +143,6 @@ fn guests_of_two_hosts_talk_through_their_interfaces() {
             (up["sent"]["drops"]["unknown"].as_u64()? == 1).then_some(())
         });
         assert!(a.receive().is_none());
-    });
-}
-
-#[test]
-fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
-    alone("a_guest_gets_an_address_from_passt_which_ends_with_the_switch", || {
-        sh("ip link add out type veth peer name far; ip link set far up; ip link set out up
-            ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1");
-        let mut switch = Switch::start(1, &["--uplink", "user=passt"]);
-        let own = Rig::mac(1);
-        let mut guest = switch.guest(0);
-        let mut dhcp = vec![1, 1, 6, 0, 1, 2, 3, 4];
-        dhcp.resize(28, 0);
-        dhcp.extend(own.0);
-        dhcp.resize(236, 0);
-        dhcp.extend([0x63, 0x82, 0x53, 0x63, 53, 1, 1, 255]);
-        dhcp.resize(300, 0);
-        let udp = [&[0, 68, 0, 67][..], &308u16.to_be_bytes(), &[0, 0], &dhcp].concat();
-        let discover = ethernet(Mac::BROADCAST, own, 0x800, &ipv4([255; 4], [0; 4], 17, &udp));
-        // passt may still be starting, so the request is repeated.
-        let mut asked = Instant::now() - Duration::from_secs(1);
-        let offer = wait_for("an offer", || {
-            if asked.elapsed() > Duration::from_millis(500) {
-                guest.send(&discover);
-                asked = Instant::now();
-                assert!(!switch.log().contains("passt ended"), "{}", switch.log());
-            }
-            guest.receive().map(|(_, f)| f).filter(|f| f.len() > 280 && f[34..38] == [0, 67, 0, 68])
-        });
-        assert_eq!(
-            (&offer[46..50], &offer[58..62]),
-            (&[1, 2, 3, 4][..], &[192, 0, 2, 7][..]),
-            "{}",
-            switch.log()
-        );
-
-        // A stopped process restarts the call that it waited in, which passes the sandbox again.
-        let pid = switch.child.id() as i32;
-        // SAFETY: signals to a child that has not ended, and waiting for its stop.
-        unsafe {
-            assert_eq!(libc::kill(pid, libc::SIGSTOP), 0);
-            assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
-            assert_eq!(libc::kill(pid, libc::SIGCONT), 0);
-        }
-        assert!(switch.port("uplink0").is_some());
-        let passt = child_of(switch.keeper());
-        switch.child.kill().unwrap();
-        switch.child.wait().unwrap();
-        wait_for("passt's end", || (!PathBuf::from(format!("/proc/{passt}")).exists()).then_some(()));
-    });
-}
-
-#[test]
-fn a_guest_gets_a_prefix_of_ipv6_from_passt() {
-    alone("a_guest_gets_a_prefix_of_ipv6_from_passt", || {
-        sh("ip link set lo up; ip link add out type veth peer name far; ip link set far up; ip link set out up
-            ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1
-            ip addr add fd00:9::2/64 dev out nodad; ip -6 route add default via fd00:9::1");
-        let switch = Switch::start(1, &["--uplink", "user=passt"]);
-        let mut guest = switch.guest(0);
-        // A router solicitation from no address, to all routers.
-        let mut solicitation = [&[0x60, 0, 0, 0, 0, 8, 58, 255][..], &[0; 16], &[0xff, 2]].concat();
-        solicitation.extend([0; 13]);
-        solicitation.extend([2, 133, 0, 0, 0, 0, 0, 0, 0]);
-        let check = sum(&[&solicitation[8..40], &[0, 0, 0, 8, 0, 0, 0, 58], &solicitation[40..]].concat());
-        solicitation[42..44].copy_from_slice(&check);
-        let solicitation = ethernet(Mac([0x33, 0x33, 0, 0, 0, 2]), Rig::mac(1), 0x86dd, &solicitation);
-        // passt may still be starting, so the request is repeated.
-        let mut asked = Instant::now() - Duration::from_secs(1);
-        let advertised = wait_for("a router's advertisement", || {
-            if asked.elapsed() > Duration::from_millis(500) {
-                guest.send(&solicitation);
-                asked = Instant::now();
-            }
-            guest
-                .receive()
-                .map(|(_, f)| f)
-                .filter(|f| f.len() > 70 && f[12..14] == [0x86, 0xdd] && f[54] == 134)
-        });
-        let prefix = [0xfd, 0, 0, 9, 0, 0, 0, 0];
-        assert!(advertised.windows(8).any(|w| w == prefix), "{advertised:02x?}");
     });
 }
 

@@ -14,6 +14,7 @@ use common::{Rig, frame, wait_for};
 use tombolo_net::control::config::{UplinkConfig, Way};
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::forwarding::multicast::OPEN;
+use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::port::Port;
 use tombolo_net::ports::protocol::Session;
 use tombolo_net::vring::dirty::DirtyLog;
@@ -109,6 +110,29 @@ fn of_a_flood_of_announcements_the_others_get_a_few() {
     let most = 3 + begun.elapsed().as_millis() as u64 / 50;
     let sent = lab.daemon.switch().view().ports()[0].port.sent().packets;
     assert!((1..=most).contains(&sent), "{sent} announcements, {most} at most");
+}
+
+#[test]
+fn an_announcement_is_judged_like_a_frame_of_the_guest_and_its_front_end_stays_connected() {
+    // QEMU announces the MAC of its device, which is not the port's where the guest has set another one.
+    for check_mac in [true, false] {
+        let lab = Lab::with(2, 1, |config, _| config.port[0].check_mac = check_mac);
+        let stream = UnixStream::connect(lab.socket(0)).unwrap();
+        let raw = stream.try_clone().unwrap();
+        let mut a = Nic::new(NicConfig::default()).unwrap();
+        a.connect_over(stream, &mut None).unwrap();
+        let mut b = lab.connect(1, NicConfig::default());
+        message(&raw, ANNOUNCE, &[&Rig::mac(7).0[..], &[0; 2]].concat(), &[]);
+        a.front().unwrap().get_features().expect("an answer after the announcement");
+        if !check_mac {
+            let (_, announced) = wait_for("the announcement", || b.receive());
+            assert_eq!((&announced[6..12], &announced[12..14]), (&Rig::mac(7).0[..], &[0x80, 0x35][..]));
+        }
+        exchange(&mut a, &mut b, 1, 1);
+        let sent = lab.daemon.switch().view().ports()[0].port.sent();
+        assert_eq!(sent.dropped_for(Reason::SpoofMac), u64::from(check_mac));
+        assert_eq!(sent.packets, 2, "the announcement and a frame");
+    }
 }
 
 #[test]

@@ -125,7 +125,7 @@ fn between<'a>(gap: &Gap, owned: &'a [Span]) -> Vec<(Segment, Option<&'a Source>
     segments
 }
 
-/// Explains a part of a gap in which nobody was recorded as having the CPU.
+/// Explains a part of a gap for which the trace names no owner of the CPU.
 fn rest(explained: &mut Explained, (start, end): Segment, faults: &[u64]) {
     let fault = faults[faults.partition_point(|at| *at < start)..].first();
     let before = fault.map_or(end, |at| (*at).min(end));

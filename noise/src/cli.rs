@@ -15,7 +15,7 @@ use crate::{plot, table};
 /// The options of a measurement and of its output.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// What is measured
+    /// The CPUs and the duration
     #[command(flatten)]
     pub measurement: Measurement,
     /// Draw interruptions and quanta into this file, as SVG
@@ -24,7 +24,7 @@ pub struct Options {
     /// Show sources beside those of an earlier run, which --json has written into this file
     #[arg(long, value_name = "BEFORE.json")]
     compare: Option<PathBuf>,
-    /// What the measured quanta would cost a bulk-synchronous program of up to this many ranks; a model
+    /// Estimate the cost of the measured quanta for a bulk-synchronous program of up to this many ranks, by a model
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MOST_RANKS))]
     model_ranks: Option<u64>,
 }

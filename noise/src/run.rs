@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Runs the collector on this host. It stops when its standard input ends, so it goes with whoever started it.
+//! Runs the collector on this host. It stops when its standard input ends, so it ends with the process that started it.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,7 +19,7 @@ pub const LONGEST: usize = 1 << 30;
 /// The line that the collector writes once it records.
 const WATCHING: &str = "watching";
 
-/// What is measured.
+/// The CPUs and the duration of a measurement.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Measurement {
     /// The CPUs, such as 0-3,8; those of the VM where a VM is measured [default: all that this process, or the guest, may use]

@@ -77,7 +77,7 @@ impl Cpu {
     }
 }
 
-/// Adds the time between two events, where somebody had it.
+/// Adds the time between two events if it has a source.
 fn add(spans: &mut Vec<Span>, start: u64, end: u64, source: Option<Source>) {
     let Some(source) = source else { return };
     if start < end {
@@ -85,7 +85,7 @@ fn add(spans: &mut Vec<Span>, start: u64, end: u64, source: Option<Source>) {
     }
 }
 
-/// Who had a CPU on which the thread `measured` runs. `hz` converts what the kernel says in nanoseconds.
+/// Returns the owners, over time, of a CPU on which the thread `measured` runs. `hz` converts what the kernel says in nanoseconds.
 pub fn of_cpu(events: &[Event], measured: u32, hz: u64) -> Timeline {
     let mut cpu = Cpu { thread: Some((measured, String::new())), ..Cpu::default() };
     let (mut spans, mut faults, mut nmis) = (Vec::new(), Vec::new(), Vec::new());
@@ -108,7 +108,7 @@ pub fn of_cpu(events: &[Event], measured: u32, hz: u64) -> Timeline {
     Timeline { spans: overlaid(spans, nmis), faults }
 }
 
-/// What held up a thread of the host, wherever it ran: other threads, handlers, and its guest's exits.
+/// Returns the causes that held up a thread of the host on any CPU: other threads, handlers, and its guest's exits.
 pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
     let mut events: Vec<(u32, &Event)> =
         trace.iter().flat_map(|(cpu, events)| events.iter().map(|event| (*cpu, event))).collect();
@@ -123,7 +123,7 @@ pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
         let source = place.and_then(|place| {
             let of_cpu = cpus.get(&place).and_then(|cpu| cpu.owner(measured));
             let waits = asleep.then(|| Source::here(Kind::Asleep, ""));
-            // Who sleeps in an exit sleeps because of it (HLT).
+            // A thread that sleeps in an exit sleeps because of it (HLT).
             if asleep { exit.clone().or(waits) } else { of_cpu.or_else(|| exit.clone()) }
         });
         add(&mut spans, last, event.at, source.map(Source::on_host));

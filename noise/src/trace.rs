@@ -14,11 +14,11 @@ pub struct Event {
     pub at: u64,
     /// The thread that ran.
     pub thread: u32,
-    /// What happened.
+    /// The action.
     pub what: What,
 }
 
-/// What happened on a CPU.
+/// An action of the kernel on a CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum What {
     /// Another thread runs from now on.

@@ -53,7 +53,7 @@ fn measure(guest: &mut Guest, planted: &str) -> (Recording, String) {
     (recording::parse(&unpacked(&packed)).unwrap(), truth)
 }
 
-/// What was packed by gzip and base64.
+/// Returns bytes that gzip and base64 have packed.
 fn unpacked(text: &str) -> Vec<u8> {
     let mut command = Command::new("sh");
     command.args(["-c", "base64 -d | gzip -dc"]).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -128,7 +128,7 @@ fn planted_noise_is_found_and_nothing_is_invented() {
     );
     assert!(!names(&measured).contains(&plant.to_string()));
 
-    // Each part of each gap is somebody's, and nobody has more than there is.
+    // Each part of each gap has a source, and no source has more than the gap.
     for one in [&quiet, &measured] {
         for gap in gaps(one) {
             let parts: u64 = gap.parts.iter().map(|part| part.ticks).sum();

@@ -2,7 +2,7 @@
 //! Child processes that never outlive this one, and the file descriptors they inherit.
 //!
 //! A child is told to die when the *thread* that started it ends. Children that last are therefore started by the main thread
-//! ([`main_thread`]); whoever starts another one stays until it is gone.
+//! ([`main_thread`]); a thread that starts another one stays until that one is gone.
 
 use std::fs::File;
 use std::io::{self, Write};

@@ -86,7 +86,7 @@ fn check_memory_of<'a>(
     Ok(())
 }
 
-/// What a file that a compose file names must be.
+/// The required kind of a file that a compose file names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A regular file.
@@ -95,7 +95,7 @@ pub enum Kind {
     Disk,
 }
 
-/// Opens a file that a compose file names. What would block whoever opens or reads it, as a pipe does, is refused.
+/// Opens a file that a compose file names. Files that would block their reader, such as pipes, are refused.
 ///
 /// # Errors
 /// Those of the file system, and that it is something else.

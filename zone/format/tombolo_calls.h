@@ -96,7 +96,7 @@ struct tmb_calls_info {
  * Opened for reading and writing it is the server, one at a time: the next opener sleeps until this one, its mappings included, is
  * gone; then what it served is lost to its clients.
  *	mmap	the whole area, from its first byte on
- *	read	8 bytes: sleeps until somebody rang since the last read; gives the client VM's life, a number that no other life of it
+ *	read	8 bytes: sleeps until the client VM has rung since the last read; gives the client VM's life, a number that no other life of it
  *		has, 0: it isn't there. The first read doesn't sleep, and from then on channels can be taken
  * Opened for writing only it is the client VM's doorbell:
  *	write	rings the client VM, whatever is written

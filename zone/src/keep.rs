@@ -30,7 +30,7 @@ impl Keep {
         self.0.extend(other.0);
     }
 
-    /// Whether an execve keeps them from now on.
+    /// Sets whether an execve keeps them from now on.
     ///
     /// # Errors
     /// When one of them is not open.
@@ -40,7 +40,7 @@ impl Keep {
 }
 
 impl Kept {
-    /// Whether the descriptor is open.
+    /// Returns whether the descriptor is open.
     pub fn is_open(&self) -> bool {
         // SAFETY: the call reads a flag of a descriptor, whichever it is.
         unsafe { libc::fcntl(self.0, libc::F_GETFD) >= 0 }

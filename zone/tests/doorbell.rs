@@ -268,7 +268,7 @@ fn a_host_process_that_owns_the_zone_has_a_bell_without_a_socket() {
 fn a_host_process_that_does_not_own_the_zone_enters_by_its_membership_alone() {
     let bench = Bench::new();
     let id = bench.zone.invite("mount", Role::Host, Rights::READ_WRITE).unwrap();
-    assert!(Bell::enter(&bench.zone, id, || {}).is_err(), "nobody lives in that slot yet");
+    assert!(Bell::enter(&bench.zone, id, || {}).is_err(), "that slot has no member yet");
     let membership = bench.zone.join(id).unwrap();
     let (sender, rings) = channel();
     let own = Bell::enter(&bench.zone, id, move || sender.send(()).unwrap()).unwrap().unwrap();
@@ -284,7 +284,7 @@ fn a_host_process_that_does_not_own_the_zone_enters_by_its_membership_alone() {
     until("leaving does not end the doorbell", || bench.zone.member(id).unwrap().doorbell.is_none());
     bench.zone.leave(membership).unwrap();
     drop(bench.server);
-    assert!(Bell::enter(&bench.zone, id, || {}).unwrap().is_none(), "nobody serves any more");
+    assert!(Bell::enter(&bench.zone, id, || {}).unwrap().is_none(), "the server has ended");
 }
 
 #[test]

@@ -209,7 +209,10 @@ fn a_child_that_inherits_the_liveness_keeps_the_member_alive() {
 fn leaving_keeps_the_slot_and_a_stale_membership_cannot_leave() {
     let zone = Zone::create(&ZoneConfig::new("leave", 8 * MIB)).unwrap();
     let id = zone.invite("a", Role::Host, Rights::READ_WRITE).unwrap();
-    assert!(zone.activate(tombolo_zone::MemberId::new(9).unwrap()).is_err(), "nobody was invited to slot 9");
+    assert!(
+        zone.activate(tombolo_zone::MemberId::new(9).unwrap()).is_err(),
+        "no member was invited to slot 9"
+    );
     let member = zone.join(id).unwrap();
     assert!(zone.invite("a", Role::Host, Rights::READ_WRITE).unwrap_err().to_string().contains("already"));
     assert!(zone.remove(id).unwrap_err().to_string().contains("stop it first"));

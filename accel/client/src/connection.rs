@@ -91,7 +91,7 @@ pub struct Connection {
     pub window: Arc<Window>,
     /// The longest record.
     pub max_record: usize,
-    /// Whether the server sees the window without pushing.
+    /// The server sees the window without pushing.
     pub shares_window: bool,
     counts: Vec<Count>,
     _gone: tombolo_calls::children::NotInChildren,

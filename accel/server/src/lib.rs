@@ -4,7 +4,7 @@
 //! A supervisor listens; for each client it starts a worker, a sandboxed process that alone touches that client's memory, loads the
 //! real driver and carries out what the client asks. A worker that crashes, or is killed, takes one client with it.
 //!
-//! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and who comes by them.
+//! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
 //! - [`divide`]: who of them may run, by weight.
 //! - [`account`]: what the processes of one VM use together.

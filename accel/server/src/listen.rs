@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Addresses that clients come by, and who comes: a peer is a user of this machine, by a Unix socket, or an address, by TCP.
+//! Addresses that clients connect to, and their peers: a peer is a user of this machine, by a Unix socket, or an address, by TCP.
 
 use anyhow::{Context, bail};
 use rustix::net::sockopt;

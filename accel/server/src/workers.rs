@@ -36,7 +36,7 @@ impl Origin {
         Origin { via: format!("vm:{name}"), peer: None }
     }
 
-    /// Whether it is a process of a VM.
+    /// Returns whether the origin is a process of a VM.
     pub fn is_vm(&self) -> bool {
         self.peer.is_none()
     }

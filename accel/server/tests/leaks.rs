@@ -33,7 +33,7 @@ struct Has {
 }
 
 impl Has {
-    /// Whether there is no more than in `other` of what may also belong to a connection that is just ending.
+    /// Returns whether there are no more descriptors and threads than in `other`. A connection that is just ending may still have some.
     fn is_within(&self, other: &Has) -> bool {
         self.descriptors <= other.descriptors && self.threads <= other.threads
     }

@@ -386,7 +386,7 @@ fn answers(program: &Path, mut run: impl FnMut(&Path) -> Command) -> BTreeMap<St
     }
 }
 
-/// Whether a text is like a pattern that may end with `*`.
+/// Returns whether a text is like a pattern that may end with `*`.
 fn is_like(text: &str, pattern: &str) -> bool {
     pattern.strip_suffix('*').map_or(text == pattern, |front| text.starts_with(front))
 }

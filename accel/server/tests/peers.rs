@@ -110,7 +110,7 @@ fn who_does_not_say_who_it_is_loses_its_place_soon() {
     let (server, tcp) = server("silent");
     let silent = connect_from(1, tcp);
     let slow = connect_from(1, tcp);
-    // A byte at a time, for longer than anybody waits.
+    // A byte at a time, for longer than the server waits.
     let mut said = Vec::new();
     let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "slow".into() };
     hello.send(&mut said).expect("written to memory");
@@ -122,7 +122,7 @@ fn who_does_not_say_who_it_is_loses_its_place_soon() {
         }
     });
     wait_until("both have a worker", || tenants(&server) == 2);
-    wait_until("nobody has one", || tenants(&server) == 0);
+    wait_until("no client has one", || tenants(&server) == 0);
     dribbling.join().expect("it ends");
     ping(call(connect_from(1, tcp)).expect("a place"));
     // It hears the end, and nothing else.

@@ -19,8 +19,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use tombolo_record::{Better, Machine, Results, Sample};
 
-use tombolo_bench::guest::Project;
-use tombolo_bench::interrupt;
+use tombolo_bench_project::{Project, interrupt};
 
 use program::{Place, Program, Server};
 
@@ -53,7 +52,7 @@ pub struct Options {
     /// Folder of the guest kit
     #[arg(long, default_value = ".cache/guest")]
     kit: PathBuf,
-    /// The client library [default: libtombolo_opencl.so beside the program]
+    /// The client library [default: libtombolo_opencl.so beside tombolo]
     #[arg(long)]
     library: Option<PathBuf>,
     /// Folder for the results
@@ -79,7 +78,7 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
     interrupt::watch()?;
     let library = match &options.library {
         Some(path) => path.clone(),
-        None => std::env::current_exe()?.with_file_name("libtombolo_opencl.so"),
+        None => tombolo_bench_project::tombolo().with_file_name("libtombolo_opencl.so"),
     };
     let place = Place::new(&library)?;
     let server = place.serve()?;
@@ -329,8 +328,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// What a client gets done beside another one: an ordinary one that always computes, and hostile ones. Each measures in turns, and what a hostile
-    /// neighbour takes beyond an ordinary one is told of the medians.
+    /// Measures the work of a client beside another one: an ordinary one that always computes, and hostile ones, in turns. The loss beside a hostile
+    /// neighbour, compared with an ordinary one, is computed from the medians.
     fn neighbours(&mut self) -> Result<()> {
         const FIGURES: [(&str, &str, &str, Better); 3] = [
             ("kernels", "busy 2", "kernels", Better::Higher),

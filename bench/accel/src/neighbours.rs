@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Neighbours of a client that is measured. Processor time is divided between clients, so whoever has a neighbour gets less done than alone; a hostile
+//! Neighbours of a client that is measured. Processor time is divided between clients, so a client with a neighbour gets less done than alone; a hostile
 //! neighbour (accel/tests/escape.c) is compared with one that computes as much as it may.
 
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::program::Place;
 
 /// The neighbour that means no harm.
 pub const ORDINARY: &str = "ordinary";
-/// What hostile neighbours do: take memory, files, sockets and processes; start processes without end; run one for ever; talk without end in the
+/// The actions of hostile neighbours: take memory, files, sockets and processes; start processes without end; run one for ever; talk without end in the
 /// server's log; come and go.
 pub const HOSTILE: [&str; 5] = ["fill", "many", "linger", "chatter", "come"];
 

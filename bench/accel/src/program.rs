@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_setaffinity};
-use tombolo_bench::guest::Project;
+use tombolo_bench_project::Project;
 
 /// A folder with what a run needs: the program, the driver's cache, sockets.
 pub struct Place {
@@ -115,7 +115,7 @@ impl Place {
     /// compiles before it measures, however it runs.
     pub fn serve(&self) -> Result<Server> {
         let control = self.path("control");
-        let child = Command::new(std::env::current_exe()?)
+        let child = Command::new(tombolo_bench_project::tombolo())
             .args(["accel", "serve", "--listen", &self.address(), "--listen", &self.tcp, "--control"])
             .arg(&control)
             .env_remove("POCL_CACHE_DIR")

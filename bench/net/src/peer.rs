@@ -63,6 +63,69 @@ impl Drop for Peer {
     }
 }
 
+/// The programs of Open vSwitch, with all of their files in one folder.
+struct OvsPrograms<'a> {
+    dir: &'a Path,
+}
+
+impl OvsPrograms<'_> {
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command
+            .envs(["OVS_RUNDIR", "OVS_LOGDIR", "OVS_DBDIR", "OVS_SYSCONFDIR"].map(|name| (name, self.dir)));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+
+    /// The address of the database.
+    fn socket(&self) -> String {
+        format!("unix:{}", self.dir.join("db").display())
+    }
+
+    /// Makes a database and starts its server.
+    fn database(&self) -> anyhow::Result<Peer> {
+        let database = self.dir.join("conf.db");
+        let schema = "/usr/share/openvswitch/vswitch.ovsschema";
+        finish(self.command("ovsdb-tool").arg("create").arg(&database).arg(schema))?;
+        let mut server = self.command("ovsdb-server");
+        server.arg(&database).arg(format!("--remote=p{}", self.socket())).arg("--no-chdir");
+        server.arg(format!("--unixctl={}", self.dir.join("db.ctl").display()));
+        Peer::start(server, OVS)
+    }
+
+    /// Runs a command of ovs-vsctl.
+    fn configure(&self, args: &[&str]) -> anyhow::Result<()> {
+        let mut command = self.command("ovs-vsctl");
+        finish(command.arg(format!("--db={}", self.socket())).arg("--timeout=20").args(args))
+    }
+
+    /// Starts the switch in a network namespace.
+    fn switch(&self, control: &Path) -> anyhow::Result<Peer> {
+        let mut switch = self.command("unshare");
+        switch.args(["-n", "/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk"]).arg(self.socket());
+        switch.arg(format!("--unixctl={}", control.display()));
+        Peer::start(switch, OVS)
+    }
+
+    /// Adds the bridge, its two ports and its two rules.
+    fn add_bridge(&self, mtu: u32) -> anyhow::Result<()> {
+        let mtu = format!("mtu_request={}", mtu.max(1500));
+        let mut add = vec!["add-br", "br0", "--", "set", "bridge", "br0", "datapath_type=netdev"];
+        for port in ["s0", "s1"] {
+            add.extend(["--", "add-port", "br0", port]);
+            add.extend(["--", "set", "Interface", port, "type=dpdkvhostuser", &mtu]);
+        }
+        self.configure(&add)
+            .context("Open vSwitch takes no ports; it needs root, for a network namespace")?;
+        let bridge = self.dir.join("br0.mgmt");
+        for (from, to) in [("s0", "s1"), ("s1", "s0")] {
+            let rule = format!("priority=1,in_port={from},actions=output:{to}");
+            finish(self.command("ovs-ofctl").arg("add-flow").arg(&bridge).arg(rule))?;
+        }
+        Ok(())
+    }
+}
+
 /// Open vSwitch with DPDK: an instance of its own, whose database, sockets and logs are in a folder of the bench, and whose bridge is in a
 /// network namespace that ends with it.
 pub(crate) struct Ovs {
@@ -78,27 +141,11 @@ impl Ovs {
     /// load's frames come back with their own address, so the bridge can't learn. One thread polls, on `poll_cpu`; the others are on
     /// `main_cpu`.
     pub fn start(dir: &Path, main_cpu: usize, poll_cpu: usize, mtu: u32) -> anyhow::Result<Self> {
-        let database = dir.join("conf.db");
-        let socket = format!("unix:{}", dir.join("db").display());
-        let env = ["OVS_RUNDIR", "OVS_LOGDIR", "OVS_DBDIR", "OVS_SYSCONFDIR"];
-        let command = |program: &str| {
-            let mut command = Command::new(program);
-            command.envs(env.map(|name| (name, dir)));
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-            command
-        };
-        let schema = "/usr/share/openvswitch/vswitch.ovsschema";
-        finish(command("ovsdb-tool").arg("create").arg(&database).arg(schema))?;
-        let mut server = command("ovsdb-server");
-        server.arg(&database).arg(format!("--remote=p{socket}")).arg("--no-chdir");
-        server.arg(format!("--unixctl={}", dir.join("db.ctl").display()));
-        let server = Peer::start(server, OVS)?;
+        let programs = OvsPrograms { dir };
+        let database = programs.database()?;
         let prefix = format!("tovs{}", std::process::id());
-        let set = |args: &[&str]| {
-            finish(command("ovs-vsctl").arg(format!("--db={socket}")).arg("--timeout=20").args(args))
-        };
         // It waits until the database answers.
-        set(&[
+        programs.configure(&[
             "--retry",
             "--no-wait",
             "set",
@@ -113,34 +160,10 @@ impl Ovs {
                 "other_config:dpdk-extra=--no-huge --legacy-mem -m 256 --no-pci --no-telemetry --file-prefix={prefix}"
             ),
         ])?;
-        let mut switch = command("unshare");
-        switch.args(["-n", "/usr/lib/openvswitch-switch-dpdk/ovs-vswitchd-dpdk"]).arg(&socket);
         let control = dir.join("switch.ctl");
-        switch.arg(format!("--unixctl={}", control.display()));
-        let switch = Peer::start(switch, OVS)?.with_prefix(prefix);
-        let mtu = format!("mtu_request={}", mtu.max(1500));
-        let mut add = vec!["add-br", "br0", "--", "set", "bridge", "br0", "datapath_type=netdev"];
-        for port in ["s0", "s1"] {
-            add.extend([
-                "--",
-                "add-port",
-                "br0",
-                port,
-                "--",
-                "set",
-                "Interface",
-                port,
-                "type=dpdkvhostuser",
-                &mtu,
-            ]);
-        }
-        set(&add).context("Open vSwitch takes no ports; it needs root, for a network namespace")?;
-        let bridge = dir.join("br0.mgmt");
-        for (from, to) in [("s0", "s1"), ("s1", "s0")] {
-            let rule = format!("priority=1,in_port={from},actions=output:{to}");
-            finish(command("ovs-ofctl").arg("add-flow").arg(&bridge).arg(rule))?;
-        }
-        Ok(Self { _database: server, switch, control })
+        let switch = programs.switch(&control)?.with_prefix(prefix);
+        programs.add_bridge(mtu)?;
+        Ok(Self { _database: database, switch, control })
     }
 
     /// Waits until both ports are polled: after a guest connects, OVS sets up their memory again, which takes seconds.

@@ -282,25 +282,59 @@ fn settle(guests: &mut [Guest; 2]) -> anyhow::Result<()> {
 pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
     let start = Instant::now();
+    let mut random = Random(plan.seed);
     let mut packed = false;
-    let mut random = plan.seed;
-    // From half a round to one and a half.
-    let mut about = |time: Duration| {
-        random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        time / 2 + time.mul_f64((random >> 40) as f64 / (1u64 << 24) as f64)
-    };
-    while tally.kills == 0
-        || match plan.until {
-            Until::Time(time) => start.elapsed() < time,
-            Until::Frames(frames) => tally.sent < frames,
+    while tally.kills == 0 || !plan.until.is_reached(start.elapsed(), &tally) {
+        let mut round = Round { plan, guests: [Guest::new(0, packed)?, Guest::new(1, packed)?] };
+        round.free_senders(random.about(plan.round), &mut tally)?;
+        round.bounded_senders(random.about(plan.round), &mut tally)?;
+        tally.time = start.elapsed();
+        packed = !packed;
+        tell(&tally)?;
+    }
+    Ok(tally)
+}
+
+impl Until {
+    fn is_reached(self, elapsed: Duration, tally: &Tally) -> bool {
+        match self {
+            Until::Time(time) => elapsed >= time,
+            Until::Frames(frames) => tally.sent >= frames,
         }
-    {
-        let mut guests = [Guest::new(0, packed)?, Guest::new(1, packed)?];
-        let switch = Switch::start(plan)?;
-        switch.connect(&mut guests)?;
-        load(&mut guests, about(plan.round), u64::MAX)?;
-        settle(&mut guests)?;
-        let (sent, received, repeated) = sums(&guests);
+    }
+}
+
+/// A linear congruential generator.
+struct Random(u64);
+
+impl Random {
+    /// Returns a time from half of `time` to one and a half of it.
+    fn about(&mut self, time: Duration) -> Duration {
+        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        time / 2 + time.mul_f64((self.0 >> 40) as f64 / (1u64 << 24) as f64)
+    }
+}
+
+/// One round: two guests with rings of one kind, and a switch for each of its parts.
+struct Round<'a> {
+    plan: &'a Plan,
+    guests: [Guest; 2],
+}
+
+impl Round<'_> {
+    /// Starts a switch and connects the guests to it.
+    fn connect(&mut self) -> anyhow::Result<Switch> {
+        let switch = Switch::start(self.plan)?;
+        switch.connect(&mut self.guests)?;
+        Ok(switch)
+    }
+
+    /// Lets both guests send as fast as they can: the switch's counters must explain each lost frame.
+    fn free_senders(&mut self, time: Duration, tally: &mut Tally) -> anyhow::Result<()> {
+        let switch = self.connect()?;
+        load(&mut self.guests, time, u64::MAX)?;
+        settle(&mut self.guests)?;
+        let (sent, received, repeated) = sums(&self.guests);
         let drops = switch.drops()?;
         let dropped: u64 = drops.values().sum();
         ensure!(
@@ -308,47 +342,47 @@ pub fn run(plan: &Plan, mut tell: impl FnMut(&Tally) -> anyhow::Result<()>) -> a
             "{sent} sent, {received} received, {dropped} dropped by count, {repeated} repeated"
         );
         tally.add_drops(drops);
-        drop(switch);
+        tally.sent += sent;
+        tally.received += received;
+        Ok(())
+    }
 
+    /// Lets both guests send no more than fits, and kills the switch in the middle: the next switch loses no frame.
+    fn bounded_senders(&mut self, time: Duration, tally: &mut Tally) -> anyhow::Result<()> {
         // Restart the numbers, so that a free sender's losses don't count.
         for n in 0..2 {
-            guests[1 - n].next = guests[n].sent;
+            self.guests[1 - n].next = self.guests[n].sent;
         }
-        let mut switch = Switch::start(plan)?;
-        switch.connect(&mut guests)?;
-        load(&mut guests, about(plan.round), BOUND)?;
+        let (sent_before, received_before, _) = sums(&self.guests);
+        let mut switch = self.connect()?;
+        load(&mut self.guests, time, BOUND)?;
         // In the middle: frames are in flight in both directions.
         switch.child.kill()?;
-        load(&mut guests, Duration::from_millis(1), BOUND)?;
+        load(&mut self.guests, Duration::from_millis(1), BOUND)?;
         drop(switch);
-        let switch = Switch::start(plan)?;
-        switch.connect(&mut guests)?;
-        load(&mut guests, plan.round / 4, BOUND)?;
-        settle(&mut guests)?;
-        let (all_sent, all_received, repeated) = sums(&guests);
+        let switch = self.connect()?;
+        load(&mut self.guests, self.plan.round / 4, BOUND)?;
+        settle(&mut self.guests)?;
+        let (sent, received, repeated) = sums(&self.guests);
+        let (sent, received) = (sent - sent_before, received - received_before);
         // While only one of them was connected again, its frames had no receiver. These may be frames that the killed switch had already
         // delivered: they arrived, and were dropped when they came again.
         let mut drops = switch.drops()?;
         let down: u64 = drops.values().sum();
-        let lost = (all_sent - sent).saturating_sub(all_received - received);
+        let lost = sent.saturating_sub(received);
         let again = repeated + down.saturating_sub(lost);
         ensure!(
             lost <= down && again <= 2 * BATCH as u64,
-            "{} sent around a kill, {} received, {down} dropped by count, {repeated} repeated",
-            all_sent - sent,
-            all_received - received
+            "{sent} sent around a kill, {received} received, {down} dropped by count, {repeated} repeated"
         );
         take(&mut drops, down - lost);
         tally.add_drops(drops);
-        tally.sent += all_sent;
-        tally.received += all_received;
+        tally.sent += sent;
+        tally.received += received;
         tally.repeated += again;
         tally.kills += 1;
-        tally.time = start.elapsed();
-        packed = !packed;
-        tell(&tally)?;
+        Ok(())
     }
-    Ok(tally)
 }
 
 /// Subtracts `count` from the sum of the reasons.

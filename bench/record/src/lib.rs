@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Results of benches: a line that describes the machine, then a line per sample, all JSON. Every bench writes them with this, and
-//! whoever reads a results file knows what to expect.
+//! a reader of a results file knows what to expect.
 
 #![deny(missing_docs)]
 
@@ -124,11 +124,11 @@ impl fmt::Display for Machine {
     }
 }
 
-/// The command that runs, all its words: the program without its folder, then the arguments.
+/// The command that runs, all its words, as its user gives it: `tombolo bench` for the program `tombolo-bench`, then the arguments.
 pub fn command_line() -> String {
     let mut words = env::args();
     let program = words.next().unwrap_or_default();
-    let name = program.rsplit('/').next().unwrap_or_default().to_owned();
+    let name = program.rsplit('/').next().unwrap_or_default().replace("tombolo-bench", "tombolo bench");
     words.fold(name, |line, word| line + " " + &word)
 }
 

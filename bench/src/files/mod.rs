@@ -23,8 +23,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use tempfile::TempDir;
+use tombolo_bench_project::{Project, interrupt};
 
-use crate::guest::Project;
 use crate::record::{Better, Machine, Results, Sample, command_line};
 use matrix::{Matrix, VMS};
 use peers::{Peer, TOMBOLO};
@@ -78,71 +79,105 @@ const OTHER: &str = "other";
 
 /// Runs the plan and writes `<dir>/files.jsonl`.
 pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
-    let temp = tempfile::Builder::new()
-        .prefix("tombolo-bench-")
-        .tempdir_in("/dev/shm")
-        .context("can't use /dev/shm")?;
-    let export = temp.path().join("export");
-    let tools = temp.path().join("tools");
-    fs::create_dir(&export)?;
-    fs::create_dir(&tools)?;
-    build_tool("namebench", &tools)?;
-    build_tool("handover", &tools)?;
-    if plan.tree {
-        pack_tree(&tools.join("tree.tar"))?;
-    }
-    let servers = Servers::start(temp.path(), &export);
-    let initrd = kit.join(&plan.kernel).join("initrd-bench.img");
-    if !initrd.exists() {
-        bail!("{} is not there: 'scripts/prepare bench' makes it", initrd.display());
-    }
-    let two = plan.handover_mb > 0 && (plan.matrix.wants("handover") || plan.matrix.wants(VMS));
-    let project = Project::up(temp.path(), &compose(plan, &initrd, temp.path(), &servers, two))?;
-    let hypervisor = project.hypervisor(VM)?;
-    let mut versions = servers.versions();
-    versions.push(format!("guest kernel {}", project.exec(VM, "uname -r")?.trim()));
-    versions.push(project.exec(VM, "fio --version")?.trim().to_owned());
-    let machine = Machine::here(command_line(), Some(&hypervisor), versions);
+    let bench = Bench::start(plan, kit)?;
+    let machine = bench.machine()?;
     let mut results = Results::create(dir, "files", machine)?;
-    for (system, reason) in servers.left_out() {
+    for (system, reason) in bench.servers.left_out() {
         results.leave_out(system, reason)?;
     }
-    for vm in [VM, OTHER].iter().take(if two { 2 } else { 1 }) {
-        project.exec(vm, "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench")?;
-    }
-    let mut peers = Vec::new();
-    for peer in Peer::all(&servers) {
-        if takes_part(&peer, &mut results, |_| prepare(plan, &project, &peer, two))? {
-            peers.push(peer);
-        }
-    }
-    let shared = peers.iter().filter(|peer| two && peer.shared).count();
-    let bar = ProgressBar::new(u64::from(plan.rounds) * (peers.len() + shared) as u64)
-        .with_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} {eta}")?);
-    for _ in 0..plan.rounds {
-        each(&mut peers, &mut results, |peer, results| {
-            bar.set_message(peer.system);
-            round(plan, &project, peer, results)?;
-            bar.inc(1);
-            Ok(())
-        })?;
-    }
-    peers.retain(|peer| two && peer.shared);
-    each(&mut peers, &mut results, |peer, _| {
-        project.exec(VM, &format!("rm -f {}/fio.*", peer.dir))?;
-        Ok(())
-    })?;
-    for _ in 0..plan.rounds {
-        each(&mut peers, &mut results, |peer, results| {
-            bar.set_message(format!("{}, two VMs", peer.system));
-            pair::at_once(plan, &project, peer, results)?;
-            pair::handover(plan, &project, peer, results)?;
-            bar.inc(1);
-            Ok(())
-        })?;
-    }
-    bar.finish_and_clear();
+    bench.measure(&mut results)?;
     Ok(results)
+}
+
+/// The VMs of a run with the peers' servers and the guest's tools. Fields are dropped in this order: VMs, servers, their folder.
+struct Bench<'a> {
+    plan: &'a Plan,
+    /// A second VM takes part.
+    two: bool,
+    project: Project,
+    servers: Servers,
+    _folder: TempDir,
+}
+
+impl<'a> Bench<'a> {
+    fn start(plan: &'a Plan, kit: &Path) -> Result<Self> {
+        let folder = tempfile::Builder::new()
+            .prefix("tombolo-bench-")
+            .tempdir_in("/dev/shm")
+            .context("can't use /dev/shm")?;
+        let export = folder.path().join("export");
+        let tools = folder.path().join("tools");
+        fs::create_dir(&export)?;
+        fs::create_dir(&tools)?;
+        build_tool("namebench", &tools)?;
+        build_tool("handover", &tools)?;
+        if plan.tree {
+            pack_tree(&tools.join("tree.tar"))?;
+        }
+        let servers = Servers::start(folder.path(), &export);
+        let initrd = kit.join(&plan.kernel).join("initrd-bench.img");
+        if !initrd.exists() {
+            bail!("{} is not there: 'scripts/prepare bench' makes it", initrd.display());
+        }
+        let two = plan.handover_mb > 0 && (plan.matrix.wants("handover") || plan.matrix.wants(VMS));
+        let compose = compose(plan, &initrd, folder.path(), &servers, two);
+        let project = Project::up(folder.path(), &compose)?;
+        let bench = Bench { plan, two, project, servers, _folder: folder };
+        for vm in bench.vms() {
+            let mount = "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench";
+            bench.project.exec(vm, mount)?;
+        }
+        Ok(bench)
+    }
+
+    fn vms(&self) -> &'static [&'static str] {
+        if self.two { &[VM, OTHER] } else { &[VM] }
+    }
+
+    fn machine(&self) -> Result<Machine> {
+        let mut versions = self.servers.versions();
+        versions.push(format!("guest kernel {}", self.project.exec(VM, "uname -r")?.trim()));
+        versions.push(self.project.exec(VM, "fio --version")?.trim().to_owned());
+        Ok(Machine::here(command_line(), Some(&self.project.hypervisor(VM)?), versions))
+    }
+
+    /// Measures all peers in each round; then, round by round, those that two VMs share.
+    fn measure(&self, results: &mut Results) -> Result<()> {
+        let Bench { plan, two, project, .. } = self;
+        let mut peers = Vec::new();
+        for peer in Peer::all(&self.servers) {
+            if takes_part(&peer, results, |_| prepare(plan, project, &peer, *two))? {
+                peers.push(peer);
+            }
+        }
+        let shared = peers.iter().filter(|peer| *two && peer.shared).count();
+        let bar = ProgressBar::new(u64::from(plan.rounds) * (peers.len() + shared) as u64)
+            .with_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} {eta}")?);
+        for _ in 0..plan.rounds {
+            each(&mut peers, results, |peer, results| {
+                bar.set_message(peer.system);
+                round(plan, project, peer, results)?;
+                bar.inc(1);
+                Ok(())
+            })?;
+        }
+        peers.retain(|peer| *two && peer.shared);
+        each(&mut peers, results, |peer, _| {
+            project.exec(VM, &format!("rm -f {}/fio.*", peer.dir))?;
+            Ok(())
+        })?;
+        for _ in 0..plan.rounds {
+            each(&mut peers, results, |peer, results| {
+                bar.set_message(format!("{}, two VMs", peer.system));
+                pair::at_once(plan, project, peer, results)?;
+                pair::handover(plan, project, peer, results)?;
+                bar.inc(1);
+                Ok(())
+            })?;
+        }
+        bar.finish_and_clear();
+        Ok(())
+    }
 }
 
 /// Mounts a peer in the VMs and makes its files.
@@ -164,7 +199,7 @@ fn takes_part(
 ) -> Result<bool> {
     match part(results) {
         Ok(()) => Ok(true),
-        Err(e) if peer.system == TOMBOLO || crate::interrupt::is_asked() => Err(e),
+        Err(e) if peer.system == TOMBOLO || interrupt::is_asked() => Err(e),
         Err(e) => {
             results.leave_out(peer.system, &format!("{e:#}"))?;
             Ok(false)

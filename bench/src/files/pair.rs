@@ -4,11 +4,11 @@
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
+use tombolo_bench_project::Project;
 
 use super::matrix::VMS;
 use super::peers::Peer;
 use super::{OTHER, Plan, VM, add};
-use crate::guest::Project;
 use crate::record::{Better, Results};
 
 /// Seconds that a producer writes at most.

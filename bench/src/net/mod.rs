@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Result;
+use tombolo_bench_project::interrupt;
 use tombolo_net_load::load::{Figure, News, Options};
 use tombolo_net_load::soak;
 
-use crate::interrupt;
 use crate::record::{Better, Machine, Results, Sample};
 
 mod vms;
@@ -85,7 +85,7 @@ fn sample(figure: Figure) -> Sample {
 
 fn soak(how: Soak, results: &mut Results) -> Result<()> {
     let plan = soak::Plan {
-        program: std::env::current_exe()?,
+        program: tombolo_bench_project::tombolo(),
         arguments: vec!["net".into(), "run".into()],
         until: how.until,
         round: std::time::Duration::from_secs(5),

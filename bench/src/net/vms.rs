@@ -5,7 +5,7 @@
 //! it). To the outside: the switch with a TAP device as uplink beside QEMU's own TAP backend, the other end of both being the
 //! host. Both VMs have all the devices, so that the systems are measured in the same guests, in turns: TCP by iperf3 with
 //! segmentation offload and without, UDP with frames of 64 B to 2 KB (the sizes of the NOVA paper), round trips by ping, and
-//! what the switches cost while nobody sends. TAP devices and bridge lie in a network namespace that ends with the bench,
+//! what the switches cost while no VM sends. TAP devices and bridge lie in a network namespace that ends with the bench,
 //! and need root.
 
 use std::path::Path;
@@ -14,11 +14,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
+use tombolo_bench_project::{Project, interrupt};
 use tombolo_net_load::load::{Figure, Options};
 
 use super::sample;
-use crate::guest::Project;
-use crate::interrupt;
 use crate::record::Results;
 
 /// Turns of each cell.

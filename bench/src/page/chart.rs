@@ -58,22 +58,14 @@ fn bounds(values: impl Iterator<Item = f64>) -> (f64, f64) {
 
 /// A figure with a chart of the family, a line for each system; those of `limit` are dashed.
 pub fn lines(family: &Family, limit: Option<&Family>) -> String {
-    let all: Vec<&(String, Vec<(f64, f64)>)> =
-        family.lines.iter().chain(limit.into_iter().flat_map(|limit| &limit.lines)).collect();
-    let points = || all.iter().flat_map(|(_, points)| points);
-    let (low, high) = bounds(points().map(|point| point.1));
-    let x = {
-        let (low, high) = bounds(points().map(|point| point.0));
-        Axis { low, high, from: LEFT + 8.0, to: RIGHT - 8.0 }
-    };
-    let y = Axis { low: low / 1.3, high: high * 1.3, from: BOTTOM, to: TOP };
+    let chart = Chart::new(family, limit);
     let good = match family.better {
         Better::Higher => "more is better",
         Better::Lower => "less is better",
     };
     let title = format!("{}, {}: {good}", escape(&family.name), escape(&family.unit));
     let mut out = format!("<figure class=\"lines\"><figcaption>{title}</figcaption>\n<ul class=\"legend\">");
-    for (i, (system, _)) in all.iter().enumerate() {
+    for (i, (system, _)) in chart.lines.iter().enumerate() {
         let _ = write!(out, "<li class=\"{}\">{}</li>", class(system, i), escape(system));
     }
     let _ = writeln!(
@@ -81,56 +73,97 @@ pub fn lines(family: &Family, limit: Option<&Family>) -> String {
         "</ul>\n<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{title}\">",
         SIZE.0, SIZE.1
     );
-    for tick in y.ticks() {
-        let at = y.at(tick);
-        let _ = writeln!(
-            out,
-            "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>"
-        );
-        let text = short(tick);
-        let _ = writeln!(
-            out,
-            "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
-            LEFT - 6.0,
-            at + 4.0
-        );
+    chart.grid(&mut out);
+    chart.sizes(&mut out);
+    for place in 0..chart.lines.len() {
+        chart.line(&mut out, place);
     }
-    let mut sizes: Vec<f64> = points().map(|point| point.0).collect();
-    sizes.sort_by(f64::total_cmp);
-    sizes.dedup();
-    let mut free = 0.0;
-    for size in sizes {
-        let at = x.at(size);
-        if at >= free {
-            let text = label(size);
+    out.push_str("</svg></figure>");
+    out
+}
+
+/// The lines of a family and of its limit on common axes.
+struct Chart<'a> {
+    /// Systems, each with its points.
+    lines: Vec<&'a (String, Vec<(f64, f64)>)>,
+    unit: &'a str,
+    x: Axis,
+    y: Axis,
+}
+
+impl<'a> Chart<'a> {
+    fn new(family: &'a Family, limit: Option<&'a Family>) -> Self {
+        let limits = limit.into_iter().flat_map(|limit| &limit.lines);
+        let lines: Vec<_> = family.lines.iter().chain(limits).collect();
+        let points = || lines.iter().flat_map(|(_, points)| points);
+        let (least, most) = bounds(points().map(|point| point.1));
+        let (low, high) = bounds(points().map(|point| point.0));
+        let x = Axis { low, high, from: LEFT + 8.0, to: RIGHT - 8.0 };
+        let y = Axis { low: least / 1.3, high: most * 1.3, from: BOTTOM, to: TOP };
+        Chart { lines, unit: &family.unit, x, y }
+    }
+
+    /// Draws the horizontal lines with their figures.
+    fn grid(&self, out: &mut String) {
+        for tick in self.y.ticks() {
+            let at = self.y.at(tick);
             let _ = writeln!(
                 out,
-                "<text x=\"{at:.1}\" y=\"{}\" text-anchor=\"middle\">{text}</text>",
-                BOTTOM + 18.0
+                "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>"
             );
-            free = at + LABEL;
+            let text = short(tick);
+            let _ = writeln!(
+                out,
+                "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
+                LEFT - 6.0,
+                at + 4.0
+            );
         }
     }
-    for (i, (system, points)) in all.iter().enumerate() {
-        let path: Vec<String> =
-            points.iter().map(|(size, value)| format!("{:.1},{:.1}", x.at(*size), y.at(*value))).collect();
-        let class = class(system, i);
+
+    /// Writes the sizes below the plot, except those without room beside their neighbour.
+    fn sizes(&self, out: &mut String) {
+        let mut sizes: Vec<f64> =
+            self.lines.iter().flat_map(|(_, points)| points).map(|point| point.0).collect();
+        sizes.sort_by(f64::total_cmp);
+        sizes.dedup();
+        let mut free = 0.0;
+        for size in sizes {
+            let at = self.x.at(size);
+            if at >= free {
+                let text = label(size);
+                let _ = writeln!(
+                    out,
+                    "<text x=\"{at:.1}\" y=\"{}\" text-anchor=\"middle\">{text}</text>",
+                    BOTTOM + 18.0
+                );
+                free = at + LABEL;
+            }
+        }
+    }
+
+    /// Draws the line and the points of one system.
+    fn line(&self, out: &mut String, place: usize) {
+        let (system, points) = self.lines[place];
+        let path: Vec<String> = points
+            .iter()
+            .map(|(size, value)| format!("{:.1},{:.1}", self.x.at(*size), self.y.at(*value)))
+            .collect();
+        let class = class(system, place);
         let _ = writeln!(out, "<polyline class=\"{class}\" points=\"{}\"/>", path.join(" "));
         for (size, value) in points {
             let _ = writeln!(
                 out,
                 "<circle class=\"{class}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\"><title>{} {}: {} {}</title></circle>",
-                x.at(*size),
-                y.at(*value),
+                self.x.at(*size),
+                self.y.at(*value),
                 escape(system),
                 label(*size),
                 figure(*value),
-                escape(&family.unit)
+                escape(self.unit)
             );
         }
     }
-    out.push_str("</svg></figure>");
-    out
 }
 
 /// A line's class: its colour by its place, dashes for limits.

@@ -186,12 +186,10 @@ impl Drop for HugePages {
     }
 }
 
-/// The words before this part's own commands: none in its own binary.
-fn level() -> Vec<String> {
-    if std::env::args().any(|a| a == "bench") { vec!["bench".into(), "start".into()] } else { Vec::new() }
-}
+/// The command of `tombolo-bench` that has the commands of this module.
+const COMMAND: &str = "start";
 
-/// A lab for this program, which is its agent and the program it runs.
+/// Boots a lab for `program`, a `tombolo-bench`, which is the lab's agent and the program that runs in it.
 pub fn lab(
     program: &Path,
     iommu: Iommu,
@@ -201,12 +199,18 @@ pub fn lab(
 ) -> Result<Lab> {
     let own = program.to_str().context("this program's path is not UTF-8")?.to_owned();
     let qemu = qemu.or_else(|| std::env::var_os("TOMBOLO_LAB_QEMU").map(PathBuf::from));
-    let config =
-        Config { iommu, memory_mib, cpus, qemu, agent: vec![own, "agent".into()], ..Config::default() };
+    let config = Config {
+        iommu,
+        memory_mib,
+        cpus,
+        qemu,
+        agent: vec![own, COMMAND.into(), "agent".into()],
+        ..Config::default()
+    };
     Lab::start(&config, None, &())
 }
 
-/// Runs this program in a lab with `arguments`; passes its error output on.
+/// Runs `tombolo-bench start ARGUMENTS` in a lab; passes its error output on.
 pub fn in_lab(lab: &Lab, program: &Path, arguments: &[String]) -> Result<Output> {
     struct Sink<'a>(&'a mut Output);
     impl tombolo_lab::client::Sink for Sink<'_> {
@@ -220,7 +224,7 @@ pub fn in_lab(lab: &Lab, program: &Path, arguments: &[String]) -> Result<Output>
         }
     }
     let mut argv = vec![program.to_str().context("this program's path is not UTF-8")?.to_owned()];
-    argv.extend(level());
+    argv.push(COMMAND.into());
     argv.extend_from_slice(arguments);
     let mut env =
         vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())];

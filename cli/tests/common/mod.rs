@@ -9,8 +9,8 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Patience: far beyond what anything here takes, so that no test fails for a slow machine.
-pub const PATIENCE: Duration = Duration::from_secs(300);
+/// Timeout of every wait: far beyond what anything here takes, so that no test fails for a slow machine.
+pub const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A folder with a compose file, and a runtime folder of its own; everything is taken down at the end.
 pub struct Lab {
@@ -68,7 +68,7 @@ impl Lab {
     pub fn assert_nothing_left(&self) {
         let start = Instant::now();
         while !self.processes().is_empty() {
-            assert!(start.elapsed() < PATIENCE, "left behind: {:?}", self.processes());
+            assert!(start.elapsed() < TIMEOUT, "left behind: {:?}", self.processes());
             std::thread::sleep(Duration::from_millis(20));
         }
         let mut folders = vec![self.dir.path().to_owned()];

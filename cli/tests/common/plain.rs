@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
-use super::PATIENCE;
+use super::TIMEOUT;
 
 /// The guest kit's folder of one kernel.
 pub fn kit() -> PathBuf {
@@ -44,7 +44,7 @@ impl<W: Write> Shell<W> {
         let mut said = String::new();
         loop {
             let line =
-                self.lines.recv_timeout(PATIENCE).unwrap_or_else(|e| panic!("{e} before '{words}': {said}"));
+                self.lines.recv_timeout(TIMEOUT).unwrap_or_else(|e| panic!("{e} before '{words}': {said}"));
             if line.contains(words) {
                 return said + &line;
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::{Lab, PATIENCE};
+use super::{Lab, TIMEOUT};
 
 /// The most memory that a supervisor may take up, whatever guests do, in KiB.
 pub const RESIDENT_MAX: u64 = 50 << 10;
@@ -39,7 +39,7 @@ pub fn number(value: &Value) -> u32 {
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

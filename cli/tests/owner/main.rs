@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Lab, PATIENCE, signal};
+use common::{Lab, TIMEOUT, signal};
 use serde_json::Value;
 
 mod attack;
@@ -53,7 +53,7 @@ accelerators = {{ gpu = {{ weight = 25 }} }}
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < PATIENCE, "{what} never came");
+        assert!(start.elapsed() < TIMEOUT, "{what} never came");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

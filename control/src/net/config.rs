@@ -23,13 +23,16 @@ pub struct Config<R> {
     /// The switch itself.
     pub switch: SwitchConfig,
     /// Guests.
-    #[serde(bound(deserialize = "R: Deserialize<'de>"))]
+    #[serde(bound(deserialize = "R: Deserialize<'de>"), skip_serializing_if = "Vec::is_empty")]
     pub port: Vec<PortConfig<R>>,
     /// Uplinks.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub uplink: Vec<UplinkConfig>,
     /// The service that gives guests their IPv4 addresses.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub dhcp: Option<DhcpConfig>,
     /// The service that gives guests their IPv6 addresses.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub ipv6: Option<Ipv6Config>,
 }
 
@@ -61,33 +64,46 @@ pub enum Multicast {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SwitchConfig {
     /// Worker threads.
+    #[serde(skip_serializing_if = "is_one")]
     pub workers: usize,
     /// Processors for them, one each; empty: the kernel decides.
+    #[serde(skip_serializing_if = "is_default")]
     pub cpus: Vec<usize>,
     /// Microseconds for which an idle worker keeps polling: 0 saves CPU, more saves latency.
+    #[serde(skip_serializing_if = "is_usual_poll")]
     pub poll_us: u64,
     /// Processor time that all workers together may use, in hundredths of a processor; 0: no limit.
+    #[serde(skip_serializing_if = "is_default")]
     pub budget: u32,
     /// The path of the control socket; none: no control.
+    #[serde(skip_serializing_if = "is_default")]
     pub control: Option<PathBuf>,
     /// Permissions of the sockets of ports that have none of their own.
+    #[serde(skip_serializing_if = "is_default")]
     pub access: Access,
     /// The user as which a switch that root starts runs; none: `tombolo` if that user exists, otherwise `nobody`.
+    #[serde(skip_serializing_if = "is_default")]
     pub user: Option<String>,
     /// The address for Prometheus, over HTTP.
+    #[serde(skip_serializing_if = "is_default")]
     pub metrics: Option<Place>,
     /// The receivers of frames for a multicast group.
+    #[serde(skip_serializing_if = "is_default")]
     pub multicast: Multicast,
     /// Give up all privileges once started.
+    #[serde(skip_serializing_if = "is_yes")]
     pub sandbox: bool,
 }
+
+/// The default of [`SwitchConfig::poll_us`].
+const POLL_US: u64 = 50;
 
 impl Default for SwitchConfig {
     fn default() -> Self {
         Self {
             workers: 1,
             cpus: Vec::new(),
-            poll_us: 50,
+            poll_us: POLL_US,
             budget: 0,
             control: None,
             access: Access::default(),
@@ -125,7 +141,7 @@ pub enum Role {
 
 /// A port's VLANs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(deny_unknown_fields, rename_all = "lowercase")]
 pub enum Vlan {
     /// Frames pass unchanged, tags included, among transparent ports.
     #[default]
@@ -179,6 +195,14 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 
 fn is_yes(value: &bool) -> bool {
     *value
+}
+
+fn is_one(value: &usize) -> bool {
+    *value == 1
+}
+
+fn is_usual_poll(value: &u64) -> bool {
+    *value == POLL_US
 }
 
 fn is_empty<R>(rules: &[R]) -> bool {
@@ -295,7 +319,7 @@ pub enum Way {
 
 /// An uplink.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(try_from = "WrittenUplink", rename_all = "kebab-case")]
 pub struct UplinkConfig {
     /// The name of the uplink.
     pub name: String,
@@ -312,6 +336,39 @@ pub struct UplinkConfig {
     /// UDP ports, as its option -u takes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub udp_ports: Vec<String>,
+}
+
+/// An uplink as it is read. Serde refuses no unknown fields of a struct with a flattened one.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct WrittenUplink {
+    name: String,
+    tap: Option<String>,
+    interface: Option<String>,
+    passt: Option<PathBuf>,
+    user: Option<PathBuf>,
+    #[serde(default)]
+    vlan: Vlan,
+    #[serde(default)]
+    tcp_ports: Vec<String>,
+    #[serde(default)]
+    udp_ports: Vec<String>,
+}
+
+impl TryFrom<WrittenUplink> for UplinkConfig {
+    type Error = String;
+
+    fn try_from(written: WrittenUplink) -> Result<Self, String> {
+        let WrittenUplink { name, tap, interface, passt, user, vlan, tcp_ports, udp_ports } = written;
+        let ways =
+            [tap.map(Way::Tap), interface.map(Way::Interface), passt.map(Way::Passt), user.map(Way::User)];
+        let ways: Vec<Way> = ways.into_iter().flatten().collect();
+        let [way] = <[Way; 1]>::try_from(ways).map_err(|ways| {
+            let n = ways.len();
+            format!("uplink {name} has {n} devices; give it one of tap, interface, passt and user")
+        })?;
+        Ok(Self { name, way, vlan, tcp_ports, udp_ports })
+    }
 }
 
 impl UplinkConfig {
@@ -428,5 +485,47 @@ mod tests {
         let text = serde_json::to_string(&port).unwrap();
         assert_eq!(text, r#"{"name":"a","socket":"/s","macs":["52:54:00:00:00:01"],"queues":1}"#);
         assert_eq!(serde_json::from_str::<PortConfig<NoRule>>(&text).unwrap(), port);
+    }
+
+    #[test]
+    fn a_switch_with_default_settings_is_written_without_them() {
+        assert_eq!(serde_json::to_string(&SwitchConfig::default()).unwrap(), "{}");
+        assert_eq!(serde_json::to_string(&Config::<NoRule>::default()).unwrap(), r#"{"switch":{}}"#);
+    }
+
+    #[test]
+    fn an_uplink_has_one_device_and_no_setting_that_nobody_knows() {
+        let read = |text: &str| serde_json::from_str::<UplinkConfig>(text).map_err(|err| err.to_string());
+        let uplink =
+            read(r#"{"name":"out","user":"passt","tcp-ports":["8080:80"],"vlan":{"access":5}}"#).unwrap();
+        assert_eq!((&uplink.way, &uplink.vlan), (&Way::User("passt".into()), &Vlan::Access(5)));
+        let text = serde_json::to_string(&uplink).unwrap();
+        assert_eq!(text, r#"{"name":"out","user":"passt","vlan":{"access":5},"tcp-ports":["8080:80"]}"#);
+        for (text, said) in [
+            (r#"{"name":"out","tap":"t","vlna":{"access":5}}"#, "vlna"),
+            (r#"{"name":"out","tap":"t","vlan":{"trunk":{"vlans":[5],"nativ":6}}}"#, "nativ"),
+            (r#"{"name":"out","tap":"t","interface":"i"}"#, "one of tap, interface, passt and user"),
+            (r#"{"name":"out"}"#, "one of tap, interface, passt and user"),
+        ] {
+            let err = read(text).expect_err(text);
+            assert!(err.contains(said), "{text}: {err}");
+        }
+    }
+
+    #[test]
+    fn the_file_of_a_supervisor_that_wrote_it_by_key_is_read() {
+        let text = r#"{
+            "switch": { "control": "/n", "workers": 2, "poll-us": 0, "budget": 50, "cpus": [0, 1],
+                        "metrics": "127.0.0.1:9127", "multicast": "query" },
+            "port": [{ "name": "a", "socket": "/s", "macs": ["52:54:00:00:00:01"], "queues": 1, "isolated": false,
+                       "vlan": { "access": 5 }, "ips": ["10.0.0.1", "fd00::1"], "router": true, "address": "10.0.0.1" }],
+            "dhcp": { "address": "10.0.0.254/24", "domain": "lan", "router": "10.0.0.254" },
+            "ipv6": { "prefix": "fd00::/64" },
+            "uplink": [{ "user": "passt", "tcp-ports": ["8080:80"], "name": "uplink" }]
+        }"#;
+        let config: Config<NoRule> = serde_json::from_str(text).unwrap();
+        assert_eq!((config.switch.workers, config.switch.multicast), (2, Multicast::Query));
+        assert_eq!((&config.port[0].vlan, config.port[0].router), (&Vlan::Access(5), true));
+        assert_eq!((config.dhcp.unwrap().lease, config.uplink.len()), (3600, 1));
     }
 }

@@ -437,7 +437,7 @@ fn named(ino: u64, name: &str, mask: u32) -> Change {
 #[test]
 fn changes_are_heard_whole_and_in_order_while_somebody_listens() {
     let (a, b) = two_members();
-    assert!(!a.change_wanted(), "nobody listens yet");
+    assert!(!a.change_wanted(), "no member listens yet");
     let mut listener = b.listen().expect("listen");
     assert!(a.change_wanted());
     assert!(!b.change_wanted(), "its own changes are no news to it");
@@ -539,7 +539,7 @@ fn while_frozen_others_stand_still_and_the_freezers_end_thaws() {
     // SAFETY: member 0's word of the table, which lives as long as b's area.
     let word = unsafe { std::sync::atomic::AtomicU64::from_ptr((&raw mut (*members).state_epoch).cast()) };
     word.store(2 << 32 | u64::from(sys::TMB_MEMBER_DEAD), std::sync::atomic::Ordering::Release);
-    b.pwrite(ino, b"free", 0, false).expect("the dead hold nobody up");
+    b.pwrite(ino, b"free", 0, false).expect("a dead member holds up no other");
 }
 
 #[test]
@@ -842,7 +842,7 @@ fn blocks_that_a_member_maps_become_free_when_it_leaves() {
 fn blocks_that_a_member_maps_become_free_when_it_dies() {
     let (a, b) = two_members();
     let (before, after) = truncate_what_another_maps(&a);
-    a.recover_all().expect("nobody is dead");
+    a.recover_all().expect("no member is dead");
     assert_eq!(a.statfs().blocks_free, after);
     let state = a.area().members();
     b.abandon();

@@ -327,7 +327,7 @@ fn two_that_wait_for_each_other_are_told_and_a_signal_ends_a_wait() {
     assert!(!waiter.wait().expect("its end").success());
     drop(a);
     let (_, b) = both(&rig, "g");
-    rustix::fs::flock(&b, rustix::fs::FlockOperation::LockExclusive).expect("nobody has it");
+    rustix::fs::flock(&b, rustix::fs::FlockOperation::LockExclusive).expect("no process has it");
 }
 
 #[test]

@@ -187,7 +187,7 @@ fn fallocate_gives_others_their_turn_between_its_steps() {
         }
         stop.store(true, SeqCst);
         filling.join().expect("no panic");
-        assert!(between, "nobody had a turn in the middle of a fallocate");
+        assert!(between, "no member had a turn in the middle of a fallocate");
     });
     assert_eq!(one.size(ino), 8 * step);
     drop((one, other));
@@ -237,7 +237,7 @@ fn a_wait_ends_when_the_waiter_is_to_end() {
         for waiter in waiters {
             assert_eq!(waiter.join().expect("no panic"), Err(Errno::INTR));
         }
-        assert_eq!(waits.load(SeqCst), 0, "nobody waits any more");
+        assert_eq!(waits.load(SeqCst), 0, "a member still waits");
     });
     zone.lock_of(ino).store(0, SeqCst);
     drop((suspended, other));
@@ -393,7 +393,7 @@ fn a_rename_that_waits_for_a_suspended_members_file_holds_up_no_rename_of_anothe
         let (done, waited) = (renamed.is_finished(), !waiter.is_finished());
         zone.lock_of(held).store(0, SeqCst);
         assert!(done, "it waits with the other one");
-        assert!(waited, "nobody waits for the file that is held");
+        assert!(waited, "no member waits for the file that is held");
         renamed.join().expect("no panic").expect("renamed");
         waiter.join().expect("no panic").expect("renamed once the file was given back");
     });

@@ -81,7 +81,7 @@ impl<'a> Turns<'a> {
         };
         if let Some(node) = opener {
             let found = self.openers.iter().find(|o| o.0 == node);
-            who = found.ok_or("something without a name that nobody has open")?.1;
+            who = found.ok_or("a file without a name that no member has open")?.1;
         }
         Ok((!mapped || self.takers[who].maps).then_some(who))
     }

@@ -13,6 +13,7 @@
 #include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -502,6 +503,67 @@ static int win(char **a)
 		close(fd);
 	}
 	printf("%d %d\n", id, won);
+	return 0;
+}
+
+/* Makes 'path' as an object of a kind; returns 0 or -1 with errno. */
+static int make_as(const char *path, const char *kind)
+{
+	int fd;
+
+	if (!strcmp(kind, "mkdir"))
+		return mkdir(path, 0700);
+	if (!strcmp(kind, "mknod"))
+		return mknod(path, S_IFREG | 0600, 0);
+	if (!strcmp(kind, "symlink"))
+		return symlink("target", path);
+	fd = open(path, O_CREAT | O_EXCL | O_RDWR, 0600);
+	if (fd < 0)
+		return -1;
+	CHECK(write(fd, "x", 1) == 1 && !close(fd));
+	return 0;
+}
+
+/* make PATH KIND COUNT: makes PATH COUNT times, each time after another process removed it, then PATH.end */
+static int make(char **a)
+{
+	char end[4096];
+	int why = EEXIST;
+
+	snprintf(end, sizeof(end), "%s.end", a[0]);
+	for (int i = 0; i < atoi(a[2]) && why == EEXIST;) {
+		int err = make_as(a[0], a[1]);
+
+		why = err ? errno : EEXIST;
+		i += !err;
+	}
+	CHECK(!close(open(end, O_CREAT | O_WRONLY, 0600)));
+	errno = why;
+	CHECK(why == EEXIST);
+	return 0;
+}
+
+/* unmake PATH KIND: removes PATH whenever it is there, until PATH.end is; prints how often it did */
+static int unmake(char **a)
+{
+	bool is_dir = !strcmp(a[1], "mkdir"), ended = false;
+	char end[4096];
+	struct stat st;
+	int removed = 0;
+
+	snprintf(end, sizeof(end), "%s.end", a[0]);
+	for (;;) {
+		int err = is_dir ? rmdir(a[0]) : unlink(a[0]);
+
+		CHECK(!err || errno == ENOENT);
+		removed += !err;
+		if (err && ended)
+			break;
+		if (err)
+			ended = !stat(end, &st);
+	}
+	CHECK(!unlink(end));
+	printf("%d\n", removed);
 	return 0;
 }
 
@@ -1060,8 +1122,8 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"touched", touched, 2},
-	{"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2}, {"hold", hold, 2}, {"spliced", spliced, 2},
+	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2},
 };

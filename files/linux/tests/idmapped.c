@@ -162,17 +162,17 @@ int main(int argc, char **argv)
 	CHECK(as_user(5, change_own, mapped) != 0);
 	CHECK(!chown(at(mapped, "five"), 10008, 10009) && owned(at(plain, "five"), 8, 9));
 	CHECK(chown(at(mapped, "five"), 20, 20) == -1 && owned(at(plain, "five"), 8, 9));
-	/* Access control lists name mapped users. */
+	/* Access control lists name mapped users. Linux 6.1 maps them only in a buffer of exactly their size. */
 	CHECK(!mknod(at(plain, "acl"), S_IFREG | 0600, 0));
 	n = acl_of(5, acl);
 	CHECK(!setxattr(at(plain, "acl"), acl_name, acl, n, 0));
-	CHECK(getxattr(at(mapped, "acl"), acl_name, got, sizeof(got)) == (ssize_t)n);
+	CHECK(getxattr(at(mapped, "acl"), acl_name, got, n) == (ssize_t)n);
 	acl_of(10005, acl);
 	CHECK(!memcmp(acl, got, n));
 	CHECK(as_user(10005, read_acl_protected, mapped) == 0 && as_user(10006, read_acl_protected, mapped) == EACCES);
 	acl_of(10006, acl);
 	CHECK(!setxattr(at(mapped, "acl"), acl_name, acl, n, 0));
-	CHECK(getxattr(at(plain, "acl"), acl_name, got, sizeof(got)) == (ssize_t)n);
+	CHECK(getxattr(at(plain, "acl"), acl_name, got, n) == (ssize_t)n);
 	acl_of(6, acl);
 	CHECK(!memcmp(acl, got, n));
 	return 0;

@@ -222,6 +222,13 @@ impl Daemon {
                 }
                 return None;
             }
+            Told::Renewed(name, opened) => {
+                let renewed = fd.map_or(Ok(()), |fd| self.renew_uplink(&name, opened, fd));
+                if let Err(err) = renewed {
+                    tracing::error!("{err:#}");
+                }
+                return None;
+            }
             Told::Metrics(_) | Told::Started | Told::Failed(_) => return None,
         };
         Some(match outcome {
@@ -274,24 +281,24 @@ impl Daemon {
         let stop = Arc::new(endpoint.stop()?);
         let port = Arc::new(Port::new(name, config.queues));
         let policy = self.services.policy(config);
+        // Until the port is in both lists, none removes it.
+        let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
+        anyhow::ensure!(!self.is_stopping(), "port {name}: the switch ends; start it again");
         self.switch.attach(Attached::guest(port.clone(), policy)).map_err(|d| self.explain(&d, name))?;
-        if let Err(err) = self.services.give(config) {
-            self.switch.detach(&port);
-            return Err(err);
-        }
-        let offered = if config.offload { OFFERED } else { PLAIN };
-        let (running, ended) = mpsc::channel();
-        let thread = {
-            let (switch, stop) = (self.switch.clone(), stop.clone());
-            std::thread::Builder::new().name(format!("net-{name}").chars().take(15).collect()).spawn(
-                move || {
-                    endpoint.serve(&switch, &port, offered, &stop);
-                    drop(running);
-                },
-            )?
-        };
-        let served = Served { name: name.clone(), stop, thread, ended };
-        self.served.lock().unwrap_or_else(PoisonError::into_inner).push(served);
+        let served = self.services.give(config).and_then(|()| {
+            let offered = if config.offload { OFFERED } else { PLAIN };
+            let (running, ended) = mpsc::channel();
+            let (switch, port, stopped) = (self.switch.clone(), port.clone(), stop.clone());
+            let thread = std::thread::Builder::new().name(format!("net-{name}").chars().take(15).collect());
+            let thread = thread.spawn(move || {
+                endpoint.serve(&switch, &port, offered, &stopped);
+                drop(running);
+            });
+            let thread = thread.with_context(|| format!("port {name}: no thread for it"));
+            let thread = thread.inspect_err(|_| self.services.take(&config.macs))?;
+            Ok(Served { name: name.clone(), stop, thread, ended })
+        });
+        list.push(served.inspect_err(|_| self.switch.detach(&port))?);
         Ok(())
     }
 
@@ -326,18 +333,18 @@ impl Daemon {
         }
         let served = {
             let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
+            let view = self.switch.view();
+            let attached = view.ports().iter().find(|a| a.port.name() == name);
+            let attached = attached.with_context(|| {
+                format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
+            })?;
+            self.services.take(&attached.policy.macs);
+            self.switch.detach(&attached.port);
             list.iter().position(|s| s.name == name).map(|at| list.remove(at))
         };
         if let Some(served) = served {
             served.end();
         }
-        let view = self.switch.view();
-        let attached = view.ports().iter().find(|a| a.port.name() == name);
-        let attached = attached.with_context(|| {
-            format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
-        })?;
-        self.services.take(&attached.policy.macs);
-        self.switch.detach(&attached.port);
         self.settle();
         Ok(())
     }
@@ -351,6 +358,19 @@ impl Daemon {
             uplink: Some(Arc::new(Uplink::new(link))),
             capture: None,
         })?;
+        Ok(())
+    }
+
+    /// Gives the uplink `name` another device, if it is still there.
+    fn renew_uplink(&self, name: &str, opened: Opened, fd: OwnedFd) -> anyhow::Result<()> {
+        let link = opened.link(fd).with_context(|| format!("uplink {name}"))?;
+        let uplink = Arc::new(Uplink::new(link));
+        // The same ports contain no duplicate.
+        let _never = self.switch.edit(|ports| {
+            if let Some(a) = ports.iter_mut().find(|a| a.port.name() == name && a.uplink.is_some()) {
+                a.uplink = Some(uplink);
+            }
+        });
         Ok(())
     }
 

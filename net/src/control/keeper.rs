@@ -4,7 +4,8 @@
 //! The switch itself maps guests' memory and reads front-ends' messages, so it gives up its rights (see
 //! [`crate::control::sandbox`]): it opens no path, connects to nothing and removes nothing. The keeper is a process of its own,
 //! forked before; it does these things and passes descriptors:
-//! - it opens uplinks, makes the ports' sockets with their owner and mode, and removes them at the end;
+//! - it opens uplinks, starts passt for them, and starts it again when it ends;
+//! - it makes the ports' sockets with their owner and mode, and removes them at the end;
 //! - it connects to the sockets of ports that are clients, again and again, each over a [`Link`] of its own;
 //! - it listens on the control socket, and so knows the users' requests itself: a switch that an attacker controls can
 //!   only end ports and uplinks that it has.
@@ -28,7 +29,9 @@ use tombolo_metrics::{Place, Server};
 use crate::control::config::{Config, PortConfig, UplinkConfig, check_port, check_uplink};
 use crate::control::link::Link;
 use crate::control::log;
+use crate::control::passt::{Kept, Opening};
 use crate::control::socket::{self, Request};
+use crate::control::uplinks;
 use crate::ports::access::{self, Access};
 use crate::ports::endpoint::{self, RETRY, Role};
 use crate::uplink::Opened;
@@ -40,6 +43,8 @@ pub(crate) enum Told {
     Port(u64, PortConfig),
     /// An uplink, with its descriptor.
     Uplink(u64, UplinkConfig, Opened),
+    /// The device of the uplink of this name is another one from now on.
+    Renewed(String, Opened),
     /// The metrics' address, with its listener.
     Metrics(Place),
     /// All of the configuration was sent.
@@ -116,20 +121,33 @@ struct Entry {
     name: String,
     /// Its socket, if the keeper made one.
     path: Option<PathBuf>,
+    /// Its connection to passt.
+    passt: Option<Kept>,
     /// The user's connection that waits for the answer.
     asker: Option<UnixStream>,
+}
+
+#[derive(Default)]
+struct Entries {
+    /// The number of the latest.
+    last: u64,
+    all: Vec<Entry>,
+    /// The switch ends: there are no new ones.
+    closed: bool,
 }
 
 struct State {
     link: Link,
     access: Access,
-    entries: Mutex<(u64, Vec<Entry>)>,
+    entries: Mutex<Entries>,
+    /// Held while a port or uplink is opened or removed, until the switch is told: one that is removed has been opened.
+    changes: Mutex<()>,
 }
 
 /// Serves the switch at the other end of `link` until that ends.
 fn serve(link: Link, config: &Config) {
     let access = config.switch.access.clone();
-    let state = Arc::new(State { link, access, entries: Mutex::default() });
+    let state = Arc::new(State { link, access, entries: Mutex::default(), changes: Mutex::default() });
     let mut paths = Vec::new();
     let control = match state.open_all(config, &mut paths) {
         Ok(control) => control,
@@ -143,8 +161,7 @@ fn serve(link: Link, config: &Config) {
             Ok(Some((Answer::Has(id), _))) => state.settle(id, None),
             Ok(Some((Answer::Refuses(id, why), _))) => state.settle(id, Some(&why)),
             Ok(Some((Answer::End, _))) => {
-                let entries = std::mem::take(&mut state.entries().1);
-                paths.extend(entries.into_iter().filter_map(|e| e.path));
+                paths.extend(state.close().into_iter().filter_map(|e| e.path));
                 for path in paths {
                     // It may have been removed already.
                     let _gone = std::fs::remove_file(path);
@@ -159,6 +176,7 @@ fn serve(link: Link, config: &Config) {
             }
         }
     }
+    drop(state.close());
     // The switch sees the end of the link even while a thread here waits for a request.
     endpoint::interrupt(&state.link);
     if let Some((listener, thread)) = control {
@@ -169,8 +187,20 @@ fn serve(link: Link, config: &Config) {
 }
 
 impl State {
-    fn entries(&self) -> MutexGuard<'_, (u64, Vec<Entry>)> {
+    fn entries(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes all entries, once those that are being opened are among them. There are none afterwards.
+    fn close(&self) -> Vec<Entry> {
+        let _changes = self.changes();
+        let mut entries = self.entries();
+        entries.closed = true;
+        std::mem::take(&mut entries.all)
+    }
+
+    fn changes(&self) -> MutexGuard<'_, ()> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn tell(&self, told: &Told, fd: Option<&dyn AsFd>) {
@@ -249,10 +279,13 @@ impl State {
             Err(err) => Err(err),
             Ok(Request::Add { port }) => self.open_port(&port, Some(asker)),
             Ok(Request::AddUplink { uplink }) => self.open_uplink(&uplink, Some(asker)),
+            Ok(Request::Remove { name }) => {
+                let _changes = self.changes();
+                self.forget(|e| e.name == name);
+                self.tell(&Told::Asked(Request::Remove { name }), Some(&stream));
+                return Ok(());
+            }
             Ok(request) => {
-                if let Request::Remove { name } = &request {
-                    self.forget(|e| e.name == *name);
-                }
                 self.tell(&Told::Asked(request), Some(&stream));
                 return Ok(());
             }
@@ -267,8 +300,8 @@ impl State {
     /// Removes the entry that `which` selects, and its socket.
     fn forget(&self, which: impl Fn(&Entry) -> bool) -> Option<Entry> {
         let mut entries = self.entries();
-        let at = entries.1.iter().position(which)?;
-        let entry = entries.1.remove(at);
+        let at = entries.all.iter().position(which)?;
+        let entry = entries.all.remove(at);
         if let Some(path) = &entry.path {
             // It may have been removed already.
             let _gone = std::fs::remove_file(path);
@@ -287,7 +320,7 @@ impl State {
                 }
                 asker
             }
-            None => self.entries().1.iter_mut().find(|e| e.id == id).and_then(|e| e.asker.take()),
+            None => self.entries().all.iter_mut().find(|e| e.id == id).and_then(|e| e.asker.take()),
         };
         if let Some(asker) = asker {
             let answer = match refused {
@@ -302,17 +335,19 @@ impl State {
     /// Reserves the name of an entry.
     fn enter(&self, kind: &str, name: &str, asker: Option<UnixStream>) -> anyhow::Result<u64> {
         let mut entries = self.entries();
-        let taken = entries.1.iter().any(|e| e.name == name);
+        anyhow::ensure!(!entries.closed, "{kind} {name}: the switch ends; start it again");
+        let taken = entries.all.iter().any(|e| e.name == name);
         anyhow::ensure!(!taken, "{kind} {name}: the name is in use; choose another");
-        entries.0 += 1;
-        let id = entries.0;
-        entries.1.push(Entry { id, name: name.into(), path: None, asker });
+        entries.last += 1;
+        let id = entries.last;
+        entries.all.push(Entry { id, name: name.into(), path: None, passt: None, asker });
         Ok(id)
     }
 
     /// Opens a port for the switch, whose answer goes to `asker`.
     fn open_port(self: &Arc<Self>, config: &PortConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_port(config)?;
+        let _changes = self.changes();
         let id = self.enter("port", &config.name, asker)?;
         let opened = self.open_source(id, config);
         match opened.with_context(|| format!("port {}", config.name)) {
@@ -324,7 +359,7 @@ impl State {
         }
     }
 
-    /// Passes a port or uplink to the switch. Too many settings for one message are the user's mistake; without a switch nobody waits.
+    /// Passes a port or uplink to the switch. Too many settings for one message are the user's mistake; without a switch no caller waits.
     fn hand_over(&self, id: u64, name: &str, told: &Told, fd: &OwnedFd) -> anyhow::Result<()> {
         match self.link.send(told, Some(fd.as_fd())) {
             Err(err) if err.kind() == std::io::ErrorKind::InvalidInput => {
@@ -346,7 +381,7 @@ impl State {
         match config.role {
             Role::Server => {
                 let listener = endpoint::listen(&config.socket)?;
-                if let Some(entry) = self.entries().1.iter_mut().find(|e| e.id == id) {
+                if let Some(entry) = self.entries().all.iter_mut().find(|e| e.id == id) {
                     entry.path = Some(config.socket.clone());
                 }
                 access::apply(config.access.as_ref().unwrap_or(&self.access), &config.socket)?;
@@ -355,8 +390,9 @@ impl State {
             Role::Client => {
                 let (own, theirs) = UnixStream::pair()?;
                 let path = config.socket.clone();
+                let link = Link::over(own.try_clone()?.into());
                 let name = format!("dial-{}", config.name).chars().take(15).collect();
-                std::thread::Builder::new().name(name).spawn(move || dial(&path, own))?;
+                std::thread::Builder::new().name(name).spawn(move || dial(&path, own, &link))?;
                 Ok(theirs.into())
             }
         }
@@ -364,32 +400,47 @@ impl State {
 
     fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_uplink(config)?;
+        let _changes = self.changes();
         let id = self.enter("uplink", &config.name, asker)?;
-        match Opened::open(config).with_context(|| format!("uplink {}", config.name)) {
-            Ok((opened, fd)) => {
-                self.hand_over(id, &config.name, &Told::Uplink(id, config.clone(), opened), &fd)
-            }
-            Err(err) => {
-                self.forget(|e| e.id == id);
-                Err(err)
+        let opened = self.pass_uplink(id, config);
+        opened.inspect_err(|_| drop(self.forget(|e| e.id == id)))
+    }
+
+    /// Opens the device of an uplink, and passes it to the switch; a connection to passt again whenever it ends.
+    fn pass_uplink(self: &Arc<Self>, id: u64, config: &UplinkConfig) -> anyhow::Result<()> {
+        let name = config.name.clone();
+        let (opened, fd, opening) = uplinks::open(config).with_context(|| format!("uplink {name}"))?;
+        let keep = |opening: Opening| {
+            let (state, uplink) = (self.clone(), name.clone());
+            opening.keep(&name, move |socket| {
+                state.tell(&Told::Renewed(uplink.clone(), opened), Some(socket));
+            })
+        };
+        let kept = opening.map(keep).transpose().with_context(|| format!("uplink {name}"))?;
+        self.hand_over(id, &name, &Told::Uplink(id, config.clone(), opened), &fd)?;
+        if let Some(kept) = kept {
+            kept.begin();
+            if let Some(entry) = self.entries().all.iter_mut().find(|e| e.id == id) {
+                entry.passt = Some(kept);
             }
         }
+        Ok(())
     }
 }
 
-/// Connects to `path` for each byte received, and sends the connection back, until the other end hangs up.
-fn dial(path: &Path, channel: UnixStream) {
+/// Connects to `path` for each byte received on `channel`, and sends the connection back over `link`, which is the same socket, until
+/// the other end hangs up.
+fn dial(path: &Path, channel: UnixStream, link: &Link) {
     while matches!((&channel).read(&mut [0]), Ok(1)) {
         let stream = loop {
-            match UnixStream::connect(path) {
+            match endpoint::connect(path) {
                 Ok(stream) => break stream,
                 Err(_) if hangs_up(&channel, RETRY) => return,
                 Err(_) => {}
             }
         };
         // The other end may have hung up.
-        let Ok(other) = channel.try_clone() else { return };
-        let _gone = Link::over(other.into()).send(&(), Some(stream.as_fd()));
+        let _gone = link.send(&(), Some(stream.as_fd()));
     }
 }
 

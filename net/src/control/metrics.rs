@@ -45,8 +45,9 @@ pub fn status(switch: &Switch) -> Vec<PortStatus> {
         .map(|a| PortStatus {
             name: a.port.name().into(),
             kind: if a.uplink.is_some() { Kind::Uplink } else { Kind::Guest },
-            up: a.uplink.is_some() || a.port.active_rx(0).is_some(),
-            connected: a.uplink.is_some() || a.port.connected.load(Ordering::Relaxed),
+            up: a.uplink.as_ref().map_or_else(|| a.port.active_rx(0).is_some(), |uplink| uplink.is_up()),
+            connected: a.uplink.as_ref().is_some_and(|uplink| uplink.is_up())
+                || a.port.connected.load(Ordering::Relaxed),
             macs: a.policy.macs.clone(),
             workers: (0..a.port.pairs())
                 .filter(|q| a.uplink.is_some() || a.port.is_transmitting(*q))

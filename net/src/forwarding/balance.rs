@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(choose(0, &[1000], &[1000, 0]), None, "alone on its worker");
         assert_eq!(choose(0, &[450, 450], &[900, 900]), None, "the other has no time either");
         assert_eq!(choose(0, &[200, 200], &[400, 0]), None, "time left");
-        assert_eq!(choose(0, &[500, 500], &[1000]), None, "nobody else");
+        assert_eq!(choose(0, &[500, 500], &[1000]), None, "no other worker");
     }
 
     #[test]

@@ -43,6 +43,16 @@ const ADOPT_SHARE: u64 = 19;
 /// The longest rest at once, so that a switch ends soon when told to.
 const REST_MAX: Duration = Duration::from_millis(50);
 
+/// The queues of one port. One of them that has frames gets a pass in each round, so a port with many queues gets no more than others.
+#[derive(Debug)]
+struct Turn {
+    /// The number of its first queue in [`Worker::queues`], and how many they are.
+    first: usize,
+    count: usize,
+    /// The queue that is next, from the first on.
+    next: usize,
+}
+
 /// A worker's state.
 pub struct Worker {
     switch: Arc<Switch>,
@@ -53,8 +63,9 @@ pub struct Worker {
     /// The next adoption of changes is not before this time.
     adopt_at: u64,
     view: Arc<View>,
-    /// Port and transmit queue.
+    /// Port and transmit queue, by port.
     queues: Vec<(usize, usize)>,
+    turns: Vec<Turn>,
     /// Nanoseconds that each of them has cost since `since`; measured only with several workers.
     costs: Vec<u64>,
     since: u64,
@@ -84,6 +95,7 @@ impl Worker {
             generation: 0,
             adopt_at: 0,
             queues: Vec::new(),
+            turns: Vec::new(),
             costs: Vec::new(),
             since: 0,
             paid: (0, 0),
@@ -125,21 +137,24 @@ impl Worker {
                 }
             }
             let (mut worked, mut mark) = (false, now);
-            for i in 0..self.queues.len() {
-                let (port, queue) = self.queues[i];
-                match self.forwarder.pass(&self.view, port, queue, now) {
-                    Pass::Idle => {}
-                    Pass::Worked(_) | Pass::Held(_) => {
-                        worked = true;
-                        if several {
-                            let end = self.switch.now();
-                            self.costs[i] += end - mark;
-                            mark = end;
+            for turn in &mut self.turns {
+                for _ in 0..turn.count {
+                    let at = turn.first + turn.next;
+                    turn.next = if turn.next + 1 == turn.count { 0 } else { turn.next + 1 };
+                    let (port, queue) = self.queues[at];
+                    match self.forwarder.pass(&self.view, port, queue, now) {
+                        Pass::Idle => continue,
+                        Pass::Worked(_) | Pass::Held(_) => {
+                            worked = true;
+                            if several {
+                                let end = self.switch.now();
+                                self.costs[at] += end - mark;
+                                mark = end;
+                            }
                         }
+                        Pass::Broken(why) => stop_port(&self.view, port, now, &why),
                     }
-                    Pass::Broken(why) => {
-                        stop_port(&self.view, port, now, &why);
-                    }
+                    break;
                 }
             }
             for (port, why) in self.forwarder.take_broken() {
@@ -241,6 +256,13 @@ impl Worker {
                     Some(kick) if self.epoll.add(kick.as_raw_fd(), true).is_ok() => {}
                     _ => self.must_poll = true,
                 }
+            }
+        }
+        self.turns.clear();
+        for (at, (port, _)) in self.queues.iter().enumerate() {
+            match self.turns.last_mut() {
+                Some(turn) if self.queues[turn.first].0 == *port => turn.count += 1,
+                _ => self.turns.push(Turn { first: at, count: 1, next: 0 }),
             }
         }
         self.switch.note_adoption(self.index, self.generation);

@@ -92,6 +92,12 @@ fn is_tag(ethertype: u16) -> bool {
     matches!(ethertype, TPID_VLAN | 0x88a8 | 0x9100 | 0x9200 | 0x9300)
 }
 
+/// Returns whether a frame that starts with `head` has a tag.
+#[must_use]
+pub fn is_tagged(head: &[u8]) -> bool {
+    word(head, ETH_HEADER - 2).is_some_and(is_tag)
+}
+
 /// `N` bytes of `b` from `at` on.
 #[inline(always)]
 pub(crate) fn get<const N: usize>(b: &[u8], at: usize) -> Option<[u8; N]> {

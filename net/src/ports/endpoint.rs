@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
 use crate::control::link::Link;
@@ -34,6 +35,19 @@ enum Source {
 /// The pause before another try to connect, or for descriptors to become free.
 pub(crate) const RETRY: Duration = Duration::from_millis(200);
 
+/// Connects to the socket at `path`, without waiting for room at it.
+///
+/// # Errors
+/// No process listens there, or (`WouldBlock`) more wait for it than it has room for.
+pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
 /// Listens at `path`. Replaces a socket that a dead server left.
 ///
 /// # Errors
@@ -45,7 +59,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
             let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
             return Err(named(err));
         }
-        if UnixStream::connect(path).is_ok() {
+        let full = |err: &io::Error| err.kind() == io::ErrorKind::WouldBlock;
+        if connect(path).map_or_else(|err| full(&err), |_| true) {
             let text = "another server listens there; stop it or choose another path";
             return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
         }
@@ -69,8 +84,9 @@ impl Endpoint {
         match &self.0 {
             Source::Listener(listener) => listener.accept().map(|(stream, _)| stream),
             Source::Dialer(channel) => {
+                let link = Link::over(channel.try_clone()?.into());
                 (&*channel).write_all(&[0])?;
-                match Link::over(channel.try_clone()?.into()).receive::<()>()? {
+                match link.receive::<()>()? {
                     Some(((), Some(stream))) => Ok(stream.into()),
                     _ => Err(io::ErrorKind::UnexpectedEof.into()),
                 }
@@ -81,11 +97,13 @@ impl Endpoint {
     /// Serves one front-end after the other until [`Stop::now`].
     pub fn serve(&self, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64, stop: &Stop) {
         while !stop.is_set() {
-            let Ok(stream) = self.next() else {
+            // An error: there are too few descriptors, for example. The front-end connects again.
+            let next = self.next().and_then(|stream| Ok((stop.watch(&stream)?, stream)));
+            let Ok((goes_on, stream)) = next else {
                 std::thread::park_timeout(RETRY);
                 continue;
             };
-            if !stop.watch(&stream) {
+            if !goes_on {
                 return;
             }
             tracing::info!(port = port.name(), "front-end connected");
@@ -141,12 +159,14 @@ impl Stop {
     }
 
     /// Registers the connection that is served from now on. False: the endpoint is stopped.
-    fn watch(&self, stream: &UnixStream) -> bool {
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    fn watch(&self, stream: &UnixStream) -> io::Result<bool> {
         let mut watched = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let Ok(own) = stream.try_clone() else { return false };
-        *watched = Some(own);
+        *watched = Some(stream.try_clone()?);
         // [`Stop::now`] sets the flag before it looks for a connection.
-        !self.is_set()
+        Ok(!self.is_set())
     }
 
     fn forget(&self) {

@@ -59,7 +59,7 @@ impl Session {
     /// SEND_RARP: the guest has come from another host and can't announce itself.
     ///
     /// # Errors
-    /// The MAC is not one of the port's.
+    /// The port has been removed.
     pub fn send_rarp(&mut self, mac: Mac) -> Result<()> {
         self.switch.watch().within(|| announce(&self.switch, &self.port, mac)).map_err(refuse)
     }

@@ -263,7 +263,7 @@ mod tests {
     fn what_is_not_this_servers_gets_no_answer_and_what_it_has_not_is_refused() {
         let other = with(option::SERVER, &[0, 3, 0, 1, 9, 9, 9, 9, 9, 9]);
         assert_eq!(ask(3, &[other, association(9, &[])]), None);
-        assert_eq!(ask(3, &[association(9, &[])]), None, "a request to nobody");
+        assert_eq!(ask(3, &[association(9, &[])]), None, "a request that names no server");
         assert_eq!(ask(1, &[with(option::SERVER, &OWN)]), None);
         assert_eq!(ask(12, &[]), None, "a relay");
         let status = |reply: &[u8]| find(reply, option::STATUS).map(|v| v[1]);

@@ -10,10 +10,10 @@ pub mod tap;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use crate::control::config::{UplinkConfig, Way};
 use crate::event::Epoll;
 use crate::forwarding::credit::Credits;
 use crate::forwarding::deliver::Frame;
@@ -23,8 +23,9 @@ use crate::forwarding::held::Held;
 use crate::forwarding::opens;
 use crate::forwarding::view::View;
 use crate::frames::frame::{ETH_HEADER, MAX_FRAME, NET_HEADER, NetHeader};
-use crate::frames::headers::LOOK;
+use crate::frames::headers::{LOOK, is_tagged};
 use crate::frames::offload::Layers;
+use crate::policy::port::Vlan;
 use crate::ports::counters::Reason;
 use crate::vring::queue::Negotiated;
 use crate::vring::ring::Segment;
@@ -73,24 +74,6 @@ pub enum Opened {
 }
 
 impl Opened {
-    /// Opens the device of an uplink.
-    ///
-    /// # Errors
-    /// Names the device and the remedy.
-    pub fn open(config: &UplinkConfig) -> io::Result<(Self, OwnedFd)> {
-        Ok(match &config.way {
-            Way::Tap(name) => {
-                let (offloads, fd) = tap::Tap::open(name)?;
-                (Self::Tap(offloads), fd)
-            }
-            Way::Interface(name) => (Self::Packet, packet::Packet::open(name)?),
-            Way::Passt(path) => (Self::Passt, passt::Passt::connect(path)?),
-            Way::User(program) => {
-                (Self::Passt, passt::Passt::start(program, &config.tcp_ports, &config.udp_ports)?)
-            }
-        })
-    }
-
     /// Makes the link of an opened device.
     ///
     /// # Errors
@@ -114,6 +97,8 @@ struct Inbox {
 
 pub struct Uplink {
     link: Box<dyn Link>,
+    /// The other end is gone for good.
+    down: AtomicBool,
     inbox: Mutex<Inbox>,
 }
 
@@ -122,7 +107,31 @@ impl Uplink {
     #[must_use]
     pub fn new(link: Box<dyn Link>) -> Self {
         let buffer = vec![0; NET_HEADER + MAX_FRAME].into_boxed_slice();
-        Self { link, inbox: Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() }) }
+        let inbox = Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() });
+        Self { link, down: AtomicBool::new(false), inbox }
+    }
+
+    /// Returns whether frames can pass.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        !self.down.load(Ordering::Relaxed)
+    }
+
+    /// Notes an error of its device, named `name`, which may be gone.
+    #[cold]
+    fn note(&self, name: &str, err: &io::Error) {
+        let gone = matches!(
+            err.kind(),
+            io::ErrorKind::UnexpectedEof
+                | io::ErrorKind::BrokenPipe
+                | io::ErrorKind::ConnectionReset
+                | io::ErrorKind::NotConnected
+                | io::ErrorKind::InvalidData
+        );
+        // The last is the answer of a TAP device that was removed.
+        if (gone || err.raw_os_error() == Some(libc::EBADFD)) && !self.down.swap(true, Ordering::Relaxed) {
+            tracing::warn!(uplink = name, %err, "uplink is down: its device is gone");
+        }
     }
 
     /// Adds its descriptor to those that wake a worker.
@@ -160,7 +169,14 @@ fn send(link: &dyn Link, frame: &Frame<'_>) -> io::Result<()> {
 #[inline(never)]
 pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) -> Done {
     let attached = &sender.view.ports()[dest];
-    let Some(uplink) = &attached.uplink else { return Done::Dropped(Reason::Down) };
+    let Some(uplink) = attached.uplink.as_ref().filter(|uplink| uplink.is_up()) else {
+        return Done::Dropped(Reason::Down);
+    };
+    // A port with MACs is a service, which would take a transparent guest's own tag for a VLAN of the switch.
+    let own_tags = sender.policy.vlan == Vlan::Transparent && !sender.policy.uplink;
+    if own_tags && !attached.policy.macs.is_empty() && is_tagged(frame.prefix) {
+        return Done::Dropped(Reason::Vlan);
+    }
     // The queue's lock is the uplink's, and its holder may write the counters.
     let Some(guard) = attached.port.rx(0).try_lock() else { return sender.wait(dest, Reason::Busy) };
     let counters = guard.counters();
@@ -180,7 +196,8 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
             full = true;
             Done::Again
         }
-        Err(_) => {
+        Err(err) => {
+            uplink.note(attached.port.name(), &err);
             counters.drop_one(Reason::Uplink);
             Done::Taken
         }
@@ -208,6 +225,9 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
 
 /// Receives up to a batch of frames from an uplink and forwards them.
 pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &Uplink, now: u64) -> Pass {
+    if !uplink.is_up() {
+        return Pass::Idle;
+    }
     let Ok(mut inbox) = uplink.inbox.try_lock() else { return Pass::Idle };
     let attached = &view.ports()[src];
     let counted = attached.port.tx(0);
@@ -223,8 +243,12 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
             match link.receive(&mut inbox.buffer) {
                 Ok(len) => inbox.len = len,
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
-                // A frame that the kernel could not hand out, or the device was down: others may wait behind it.
-                Err(_) => {
+                Err(err) => {
+                    uplink.note(attached.port.name(), &err);
+                    if !uplink.is_up() {
+                        break;
+                    }
+                    // A frame that the kernel could not hand out, or the device was down: others may wait behind it.
                     failures += 1;
                     continue;
                 }

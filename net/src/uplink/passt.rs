@@ -2,16 +2,17 @@
 //! User-mode networking through passt: its stream socket carries frames with a 32-bit big-endian length before each.
 
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 
 use super::Link;
 use crate::frames::frame::MAX_FRAME;
 use crate::vring::queue::Negotiated;
+
+/// Bytes of the longest frame that passt takes. It closes the connection over which a longer one comes (versions since 2024).
+const LONGEST: usize = 65_535;
 
 /// Data in flight in each direction.
 #[derive(Default)]
@@ -29,57 +30,6 @@ pub struct Passt {
 }
 
 impl Passt {
-    /// Connects to passt's socket.
-    ///
-    /// # Errors
-    /// No process listens there.
-    pub fn connect(path: &Path) -> io::Result<OwnedFd> {
-        UnixStream::connect(path)
-            .map_err(|err| {
-                let text = format!("passt at {}: {err} (start it with: passt -s {0})", path.display());
-                io::Error::new(err.kind(), text)
-            })
-            .map(Into::into)
-    }
-
-    /// Starts `program`, which ends with the connection and forwards these ports of the host.
-    ///
-    /// # Errors
-    /// It can't be started.
-    pub fn start(program: &Path, tcp: &[String], udp: &[String]) -> io::Result<OwnedFd> {
-        let (own, theirs) = UnixStream::pair()?;
-        let theirs = OwnedFd::from(theirs);
-        let number = theirs.as_raw_fd();
-        let mut command = Command::new(program);
-        command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
-        for (option, ports) in [("-t", tcp), ("-u", udp)] {
-            for port in ports {
-                command.args([option, port]);
-            }
-        }
-        // SAFETY: between fork and exec, one system call that is safe there.
-        unsafe {
-            command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
-                -1 => Err(io::Error::last_os_error()),
-                _ => Ok(()),
-            });
-        }
-        let mut child = command.spawn().map_err(|err| {
-            let text = format!("{} can't be started: {err}; install the package passt", program.display());
-            io::Error::new(err.kind(), text)
-        })?;
-        std::thread::Builder::new().name("net-passt".into()).spawn(move || {
-            // passt ended with the switch, or failed: then the uplink is dead, and the guests still reach each other.
-            match child.wait() {
-                Ok(status) => {
-                    tracing::error!("passt ended: {status}; start the switch again to have the uplink again")
-                }
-                Err(err) => tracing::error!("waiting for passt failed: {err}"),
-            }
-        })?;
-        Ok(own.into())
-    }
-
     /// Makes the link of a connection, maybe from another process.
     ///
     /// # Errors
@@ -115,9 +65,12 @@ impl Link for Passt {
     }
 
     fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
+        let len: usize = pieces.iter().map(|p| p.iov_len).sum();
+        if len > LONGEST {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         let mut buffered = self.buffered.lock().unwrap_or_else(PoisonError::into_inner);
         buffered.flush(&self.stream)?;
-        let len: usize = pieces.iter().map(|p| p.iov_len).sum();
         let mut bytes = Vec::with_capacity(4 + len);
         bytes.extend((len as u32).to_be_bytes());
         for p in pieces {
@@ -145,7 +98,10 @@ impl Link for Passt {
             if let Some(&head) = buffered.input.first_chunk::<4>() {
                 let len = u32::from_be_bytes(head) as usize;
                 if len > MAX_FRAME || len > buffer.len() {
-                    return Err(io::Error::other(format!("passt sent a frame of {len} bytes")));
+                    // The next frame can't be found. The keeper sees the end, and makes another connection.
+                    let _gone = self.stream.shutdown(Shutdown::Both);
+                    let text = format!("passt sent a frame of {len} bytes");
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, text));
                 }
                 if buffered.input.len() >= 4 + len {
                     buffer[..len].copy_from_slice(&buffered.input[4..4 + len]);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Interfaces in a test's own network namespace.
+//! Interfaces in a test's own network namespace, and packets.
 
 use std::process::Command;
+
+use tombolo_net::frames::frame::Mac;
 
 use super::wait_for;
 
@@ -22,4 +24,30 @@ pub fn cable() {
             (said.contains("state UP") && !said.contains("qdisc noop ")).then_some(())
         });
     }
+}
+
+/// The Internet checksum.
+pub fn sum(bytes: &[u8]) -> [u8; 2] {
+    let mut s: u32 = bytes.chunks(2).map(|c| u32::from(c[0]) << 8 | u32::from(*c.get(1).unwrap_or(&0))).sum();
+    while s > 0xffff {
+        s = (s & 0xffff) + (s >> 16);
+    }
+    (!(s as u16)).to_be_bytes()
+}
+
+pub fn ethernet(to: Mac, from: Mac, ethertype: u16, body: &[u8]) -> Vec<u8> {
+    [&to.0[..], &from.0, &ethertype.to_be_bytes(), body].concat()
+}
+
+pub fn ipv4(to: [u8; 4], from: [u8; 4], protocol: u8, body: &[u8]) -> Vec<u8> {
+    let len = ((20 + body.len()) as u16).to_be_bytes();
+    let mut head = [&[0x45, 0][..], &len, &[0, 0, 0, 0, 64, protocol, 0, 0], &from, &to].concat();
+    let check = sum(&head);
+    head[10..12].copy_from_slice(&check);
+    head.extend(body);
+    head
+}
+
+pub fn arp(operation: u8, mac: Mac, ip: [u8; 4], to: Mac, target: [u8; 4]) -> Vec<u8> {
+    [&[0, 1, 8, 0, 6, 4, 0, operation][..], &mac.0, &ip, &to.0, &target].concat()
 }

@@ -60,6 +60,11 @@ impl Switch {
         let (answer, _) = ask::<serde_json::Value>(&self.control(), &Request::Ports).unwrap();
         answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
     }
+
+    /// Whether frames can pass at the port of this name.
+    pub fn is_up(&self, name: &str) -> bool {
+        self.port(name).unwrap()["up"].as_bool().unwrap()
+    }
 }
 
 /// The one child of a process.

@@ -108,7 +108,7 @@ pub fn touch_new_pages(pages: usize) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     for page in 0..pages {
-        // SAFETY: the byte lies in the mapping, which nobody else knows.
+        // SAFETY: the byte lies in the mapping, which no other code knows.
         unsafe { start.cast::<u8>().add(page * PAGE).write_volatile(1) };
     }
     // SAFETY: the mapping was made here, and nothing refers to it any more.

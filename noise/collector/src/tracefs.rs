@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A buffer of trace events of its own (tracefs, `instances/`), so that nobody else's tracing is disturbed. Its name has the process that made it,
-//! so that the next run removes what a killed one has left.
+//! A buffer of trace events of its own (tracefs, `instances/`), which leaves other tracing as it is. Its name has the process that made it,
+//! so that the next run removes the buffer of a killed one.
 
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind};

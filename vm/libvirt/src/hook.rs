@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is done when a domain starts and when it has ended: libvirt runs `/etc/libvirt/hooks/qemu.d/tombolo DOMAIN OPERATION PHASE EXTRA`
-//! with the domain's XML on the standard input, and refuses the start where that fails.
+//! The actions at the start and at the end of a domain: libvirt runs `/etc/libvirt/hooks/qemu.d/tombolo DOMAIN OPERATION PHASE EXTRA`
+//! with the domain's XML on the standard input, and refuses the start if the hook fails.
 
 use std::path::Path;
 use std::process::Command;

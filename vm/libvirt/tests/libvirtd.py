@@ -222,7 +222,7 @@ class World:
         need(self.member("a") is None and self.member("b") is None, "a slot is left")
         sockets = lambda: [f for _, _, files in os.walk("/run/tombolo-zones") for f in files if f.endswith(".sock")]
         until("sockets are left: %s" % sockets(), lambda: not sockets())
-        need(os.stat(self.zone).st_uid == 0, "the zone's file belongs to somebody else now")
+        need(os.stat(self.zone).st_uid == 0, "the zone's file has another owner now")
         self.tombolo("zone", "rm", self.zone)
 
     def a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy(self):
@@ -289,7 +289,7 @@ def main():
     if not options.inside:
         if os.geteuid() != 0:
             sys.exit("libvirtd.py: needs root")
-        # What is mounted below, and every process, goes with the namespaces.
+        # The mounts below and every process end with the namespaces.
         mounts = "mount --make-rprivate / && mount -t tmpfs tmpfs /run"
         for folder in ("/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/var/log/libvirt"):
             mounts += " && mkdir -p %s && mount -t tmpfs tmpfs %s" % (folder, folder)

@@ -2,7 +2,7 @@
 //! Carries plans out and gives devices back.
 //!
 //! A record per device is written before the device is touched, and removed after it was given back, so at any instant the records name
-//! at least the devices that are away. A record that is there says where its device came from, however far whoever wrote it got: it is
+//! at least the devices that are away. A record that is there says where its device came from, however far its writer got: it is
 //! not written anew with what a half-done binding shows. A record may name an owner, a process; [`Store::orphans`] are records whose
 //! owner has ended.
 
@@ -44,7 +44,8 @@ impl Owner {
         Ok(Owner { vm: vm.to_owned(), process, started })
     }
 
-    fn is_alive(&self) -> bool {
+    /// Returns whether the process still runs.
+    pub fn is_alive(&self) -> bool {
         start_of(self.process) == Some(self.started)
     }
 }

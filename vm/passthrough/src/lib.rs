@@ -5,7 +5,7 @@
 //! follow the devices, their IOMMU groups, and what the host itself does with each: mounts, swap, routes, bridges, the console. A
 //! [`plan::Plan`] says what binding would change, or why it is refused; nothing has been touched by then. Carrying a plan out writes a
 //! record of each device's driver first, then `driver_override`, unbind and probe, device by device, and undoes all of them when one
-//! fails. A record may belong to an owner, a process: when it dies, however it dies, whoever looks next gives the
+//! fails. A record may belong to an owner, a process: when it dies, however it dies, the next command that looks gives the
 //! devices back.
 //!
 //! - [`address`]: a PCI address.

@@ -106,52 +106,62 @@ pub fn plan(
         }
         let group = device.group.ok_or(Refusal::NoGroup(*address))?;
         refuse_use(device)?;
-        let mut unnamed = Vec::new();
-        // Members without a driver, and bridges, do no DMA of their own: VFIO allows them (Linux vfio_dev_viable).
-        for other in others(devices, device, wanted).filter(|o| !o.is_bridge()) {
-            if let Some((what, remedy)) = describe(&other.uses) {
-                return Err(Refusal::GroupInUse {
-                    address: *address,
-                    group,
-                    other: other.address,
-                    what,
-                    remedy,
-                });
-            }
-            match other.driver.as_deref() {
-                None | Some(VFIO) => {}
-                Some(driver) => unnamed.push((other.address, driver)),
-            }
-        }
+        let unnamed = unnamed_members(devices, device, group, wanted)?;
         if whole_group {
             all.extend(unnamed.iter().map(|(other, _)| *other));
         } else if !unnamed.is_empty() {
-            let others = unnamed
-                .iter()
-                .map(|(other, driver)| format!("{other} ({driver})"))
-                .collect::<Vec<_>>()
-                .join(", ");
-            return Err(Refusal::GroupNotWhole { address: *address, group, others });
+            let others: Vec<_> =
+                unnamed.iter().map(|(other, driver)| format!("{other} ({driver})")).collect();
+            return Err(Refusal::GroupNotWhole { address: *address, group, others: others.join(", ") });
         }
     }
     let mut plan = Plan { take: Vec::new(), ready: Vec::new(), warnings: Vec::new() };
     for device in all.iter().filter_map(|address| devices.get(address)) {
+        plan.add(device)?;
+    }
+    Ok(plan)
+}
+
+/// Returns the members of the group that have a host driver and were not named.
+fn unnamed_members<'a>(
+    devices: &'a BTreeMap<Address, Device>,
+    device: &'a Device,
+    group: u32,
+    wanted: &'a [Address],
+) -> Result<Vec<(Address, &'a str)>, Refusal> {
+    let mut unnamed = Vec::new();
+    // Members without a driver, and bridges, do no DMA of their own: VFIO allows them (Linux vfio_dev_viable).
+    for other in others(devices, device, wanted).filter(|o| !o.is_bridge()) {
+        if let Some((what, remedy)) = describe(&other.uses) {
+            let (address, other) = (device.address, other.address);
+            return Err(Refusal::GroupInUse { address, group, other, what, remedy });
+        }
+        match other.driver.as_deref() {
+            None | Some(VFIO) => {}
+            Some(driver) => unnamed.push((other.address, driver)),
+        }
+    }
+    Ok(unnamed)
+}
+
+impl Plan {
+    fn add(&mut self, device: &Device) -> Result<(), Refusal> {
         if let Some((now, _)) = device.virtual_functions.filter(|(now, _)| *now > 0) {
             return Err(Refusal::HasVirtualFunctions(device.address, now));
         }
         if device.driver.as_deref() == Some(VFIO) {
-            plan.ready.push(device.address);
+            self.ready.push(device.address);
         } else {
-            plan.take.push((device.address, device.driver.clone()));
+            self.take.push((device.address, device.driver.clone()));
         }
         if device.reset.is_empty() {
-            plan.warnings.push(format!(
+            self.warnings.push(format!(
                 "{} cannot be reset: what one VM leaves in it, the next owner finds",
                 device.address
             ));
         }
+        Ok(())
     }
-    Ok(plan)
 }
 
 fn others<'a>(

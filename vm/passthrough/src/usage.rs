@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the host itself uses a device for: everything that would break if it went to a VM.
+//! The host's own uses of a device, each of which would break if the device went to a VM.
 //!
 //! Block devices and network interfaces are found below their device's real sysfs folder; NVMe heads of the kernel's own multipath through
 //! their subsystem. A disk is used when it, a partition of it, or anything stacked on it (LVM, RAID, crypt) is mounted, swapped to,

@@ -232,7 +232,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Goes on with a connection that an earlier program of this process has left; nobody waits for the reply that QEMU may owe.
+    /// Goes on with a connection that an earlier program of this process has left; the reply that QEMU may owe has no caller any more.
     ///
     /// # Errors
     /// When no thread or descriptor can be had.

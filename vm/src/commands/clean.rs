@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::commands::cli::say;
 use crate::commands::client;
-use crate::machine::growth;
+use crate::machine::{growth, partition};
 use crate::project::accelerator;
 use crate::project::state::{self, StateDir};
 
@@ -60,14 +60,19 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
         }
     }
     let devices = if options.dry_run { Vec::new() } else { growth::give_back_orphans()? };
+    let partitions = if options.dry_run { partition::orphans()? } else { partition::give_back_orphans()? };
     if json {
         let devices: Vec<String> = devices.iter().map(ToString::to_string).collect();
         say(&serde_json::to_string_pretty(&serde_json::json!({
-            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "errors": errors,
+            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "partitions_given_back": partitions, "errors": errors,
         }))?)?;
     } else {
         for address in devices {
             say(&format!("gave {address} back to its driver: its VM died"))?;
+        }
+        let verb = if options.dry_run { "would give" } else { "gave" };
+        for path in partitions {
+            say(&format!("{verb} the CPUs of {} back to the host: its VM died", path.display()))?;
         }
     }
     anyhow::ensure!(errors.is_empty(), "{}", errors.join("\n"));

@@ -28,7 +28,7 @@ const ENDING: Duration = Duration::from_secs(5);
 const BROKEN_PIPE: u8 = 141;
 
 /// Returns whether the reader of a pipe has gone.
-pub fn is_broken_pipe(error: &anyhow::Error) -> bool {
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
 }
@@ -322,7 +322,7 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
     if outcome == Outcome::Done {
         stopped::add(project, &vms)?;
         if all {
-            // The supervisor ends right after its last word; whoever called `down` may count on it.
+            // The supervisor ends right after its last word; the caller of `down` may count on it.
             peer.wait_ended(ENDING)?;
         }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo logs`: what consoles said. The log of a VM goes on over reboots and restarts; a full one is renamed (see [`crate::log`]), which
-//! whoever follows it notices by the file's number.
+//! a reader that follows it notices by the file's number.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};

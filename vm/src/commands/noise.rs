@@ -23,7 +23,7 @@ use crate::project::control::{Event, Feed, Request};
 use crate::project::peer;
 use crate::qemu::Hypervisor;
 
-/// What is measured where the target is this host.
+/// The target that names this host.
 const HOST: &str = "host";
 /// Why the clocks of an emulated VM are not joined.
 const EMULATED: &str = "the VM is emulated, and only KVM tells a guest's TSC offset, so what the host did is not joined with the guest's gaps; \
@@ -53,7 +53,7 @@ pub struct NoiseOptions {
     file: File,
     /// 'host', or a running VM of the compose file
     target: String,
-    /// What is measured, and how it is shown
+    /// The measurement and its output
     #[command(flatten)]
     options: Options,
 }
@@ -61,7 +61,7 @@ pub struct NoiseOptions {
 /// Measures and prints.
 ///
 /// # Errors
-/// What is missing, and what to do.
+/// Something is missing; the error names the remedy.
 pub fn run(options: &NoiseOptions, json: bool) -> anyhow::Result<ExitCode> {
     let NoiseOptions { file, target, options } = options;
     let before = options.before()?;
@@ -118,7 +118,7 @@ fn host_cpus(proc: &Path, pid: u32, threads: &[(u32, u32)]) -> anyhow::Result<St
     Ok(lists.join(","))
 }
 
-/// What the host recorded of the vCPUs' threads, by the guest's clock where that is known.
+/// Returns the host's records of the vCPUs' threads, by the guest's clock where that is known.
 fn below(pid: u32, hypervisor: Hypervisor, threads: &[(u32, u32)], host: &Recording) -> Below {
     let mut below = Below { hz: host.hz, ..Below::default() };
     below.notes.extend(host.notes.iter().map(|note| format!("on the host: {note}")));

@@ -14,14 +14,14 @@ use crate::project::control::{Request, Status, VmStatus};
 use crate::project::state;
 
 /// Time for supervisors to answer `ps`, which takes less than a second.
-const PATIENCE: Duration = Duration::from_millis(800);
+const DEFAULT_WAIT: Duration = Duration::from_millis(800);
 
 /// Runs `tombolo ps`.
 ///
 /// # Errors
 /// The project of `file` has no compose file, or its supervisor does not answer.
 pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyhow::Result<ExitCode> {
-    let longest = wait.map_or(PATIENCE, Duration::from_secs);
+    let longest = wait.map_or(DEFAULT_WAIT, Duration::from_secs);
     let projects: Vec<Status>;
     let mut silent = Vec::new();
     if all {

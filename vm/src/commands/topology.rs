@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo topology`: the host and who has what of it, what VMs would get, and whether a guest sees what its VM got.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -12,6 +13,7 @@ use serde::Serialize;
 use tombolo_topology::cli::ShowOptions;
 use tombolo_topology::compare::{self, Line, Verdict};
 use tombolo_topology::cpus::CpuSet;
+use tombolo_topology::dedicated::{Dedicated, HostFlags};
 use tombolo_topology::domain::Domain;
 use tombolo_topology::model::Topology;
 use tombolo_topology::picture::{self, Users};
@@ -23,10 +25,11 @@ use tombolo_topology::{affinity, apply, cli, gather, interrupts, read};
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::commands::ps::running;
-use crate::compose::Project;
+use crate::compose::{Compose, Project};
 use crate::machine::placement::{self, Placement};
 use crate::project::control::{Event, Request, Status};
 use crate::project::services::{self, Service};
+use crate::qemu::Hypervisor;
 
 /// The host's topology, and VMs on it.
 #[derive(clap::Subcommand, Debug)]
@@ -134,10 +137,16 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
         }
     };
     let services = services::planned(&project.compose, &plan.vms);
+    let isolated = isolated(&project.compose, &plan.vms, synthetic.is_none());
+    let dedicated = plan.vms.iter().filter_map(|vm| {
+        let spec = project.compose.vm.get(&vm.name)?;
+        Some((vm.name.clone(), placement::dedicated(vm, spec, Hypervisor::Kvm)))
+    });
+    let planned = Planned { plan: &plan, services, isolated, dedicated: dedicated.collect() };
     if json {
-        say(&serde_json::to_string_pretty(&Planned { plan: &plan, services: &services })?)?;
+        say(&serde_json::to_string_pretty(&planned)?)?;
     } else {
-        say(describe(&plan, &services).trim_end())?;
+        say(describe(&planned).trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -147,13 +156,43 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
 struct Planned<'a> {
     #[serde(flatten)]
     plan: &'a Plan,
-    services: &'a [Service],
+    services: Vec<Service>,
+    isolated: Vec<Isolated>,
+    /// By VM; nothing of it under TCG.
+    dedicated: BTreeMap<String, Dedicated>,
 }
 
-fn describe(plan: &Plan, services: &[Service]) -> String {
+/// A VM that says `isolate`.
+#[derive(Serialize)]
+struct Isolated {
+    vm: String,
+    cpus: CpuSet,
+    /// Why this host can't do it.
+    refused: Option<String>,
+}
+
+/// The VMs that want their CPUs for themselves; `here`: on this host, which may lack something for that.
+fn isolated(compose: &Compose, plans: &[VmPlan], here: bool) -> Vec<Isolated> {
+    let wanting = plans.iter().filter(|plan| compose.vm.get(&plan.name).is_some_and(|spec| spec.isolate));
+    let of = |plan: &VmPlan| {
+        let checked = if here { placement::check_isolation(compose, &plan.name, plan) } else { Ok(()) };
+        let refused = checked.err().map(|e| format!("{e:#}"));
+        Isolated { vm: plan.name.clone(), cpus: plan.isolated_cpus(), refused }
+    };
+    wanting.map(of).collect()
+}
+
+fn describe(Planned { plan, services, isolated, dedicated }: &Planned<'_>) -> String {
     let mut text: String = plan.vms.iter().map(describe_vm).collect();
     for service in services {
         text.push_str(&format!("{}: CPUs {}\n", service.title(), service.cpus));
+    }
+    for (vm, dedicated) in dedicated.iter().filter(|(_, dedicated)| !dedicated.names().is_empty()) {
+        text.push_str(&format!("under KVM {vm} has {}\n", dedicated.names().join(", ")));
+    }
+    for Isolated { vm, cpus, refused } in isolated {
+        let refused = refused.as_ref().map(|why| format!(", which 'up' refuses: {why}")).unwrap_or_default();
+        text.push_str(&format!("isolated for {vm}: CPUs {cpus}{refused}\n"));
     }
     let reserved: CpuSet = plan.reserved.values().flat_map(CpuSet::iter).collect();
     for (name, cpus) in [("reserved", &reserved), ("free", &plan.free)] {
@@ -226,6 +265,11 @@ fn check(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> 
     let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;
     let mut lines = compare::compare(&placement.plan.guest(), &guest(project, name)?);
     lines.extend(outside(pid, placement)?);
+    if placement.dedicated != Dedicated::default() {
+        let cpuinfo = ask(project, name, &["cat", "/proc/cpuinfo"])?;
+        lines.extend(flags(placement.dedicated, &HostFlags::of(&cpuinfo), &HostFlags::read()));
+    }
+    lines.extend(placement.partition.iter().flat_map(|group| partition(&placement.plan, group)));
     lines.extend(beside(&status.services, name, &placement.plan));
     let count = |verdict| lines.iter().filter(|line| line.verdict == verdict).count();
     let [same, differs, unknown] = [Verdict::Same, Verdict::Differs, Verdict::Unknown].map(count);
@@ -254,6 +298,39 @@ fn sentence(line: &Line) -> String {
 fn outside(pid: u32, placement: &Placement) -> anyhow::Result<Vec<Line>> {
     let found = apply::found(pid, &placement.threads, &placement.plan)?;
     Ok(apply::compare(&placement.plan, &found))
+}
+
+/// Compares the flags of a guest's CPUs under KVM with what the VM was given.
+fn flags(given: Dedicated, guest: &HostFlags, host: &HostFlags) -> Vec<Line> {
+    let word = |on: bool| if on { "on" } else { "off" };
+    let mut lines = Vec::new();
+    if given.invtsc {
+        lines.push(Line::of("invariant TSC", "on", word(guest.has("nonstop_tsc"))));
+    }
+    if given.cpu_pm {
+        // Only a guest that may idle by itself is offered MWAIT, where the host has it.
+        lines.push(match host.has("monitor") {
+            true => Line::of("the guest idles by itself (MWAIT)", "on", word(guest.has("monitor"))),
+            false => Line::unknown("the guest idles by itself (MWAIT)", "on", "the host has no MWAIT"),
+        });
+    }
+    if given.hint {
+        lines.push(Line::unknown(
+            "hint that its CPUs are its own",
+            "on",
+            "a guest's kernel does not show it",
+        ));
+    }
+    lines
+}
+
+/// Compares the cgroup partition of a VM with its plan.
+fn partition(plan: &VmPlan, group: &Path) -> Vec<Line> {
+    let read = |file: &str| std::fs::read_to_string(group.join(file)).unwrap_or_default().trim().to_owned();
+    vec![
+        Line::of("cgroup partition of the vCPUs", "isolated", read("cpuset.cpus.partition")),
+        Line::of("CPUs of the partition", plan.isolated_cpus(), read("cpuset.cpus.effective")),
+    ]
 }
 
 /// Compares the CPUs of what serves a VM with its plan: switches, accelerator servers, interrupts of its devices.
@@ -289,9 +366,17 @@ fn beside(services: &[Service], vm: &str, plan: &VmPlan) -> Vec<Line> {
 
 /// The machine that a guest's kernel shows, by its agent.
 fn guest(project: &Project, vm: &str) -> anyhow::Result<Topology> {
+    let said = ask(project, vm, &["/bin/sh", "-c", gather::SCRIPT])?;
+    let mut reader = crate::child::own_program();
+    reader.args(["topology", "read"]);
+    gather::topology(&said, reader)
+}
+
+/// The output of a command in a guest.
+fn ask(project: &Project, vm: &str, command: &[&str]) -> anyhow::Result<String> {
     let request = Request::Exec {
         vm: vm.to_owned(),
-        argv: ["/bin/sh", "-c", gather::SCRIPT].map(str::to_owned).to_vec(),
+        argv: command.iter().map(|word| (*word).to_owned()).collect(),
         env: Vec::new(),
         dir: None,
         input: false,
@@ -309,9 +394,7 @@ fn guest(project: &Project, vm: &str) -> anyhow::Result<Topology> {
         }
         anyhow::ensure!(said.len() <= gather::LONGEST, "the guest of '{vm}' does not stop writing");
     }
-    let mut reader = crate::child::own_program();
-    reader.args(["topology", "read"]);
-    gather::topology(&String::from_utf8_lossy(&said), reader)
+    Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
 fn libvirt(options: &LibvirtOptions) -> anyhow::Result<String> {
@@ -355,4 +438,23 @@ fn xml_of(name: &str) -> anyhow::Result<String> {
         text = String::from_utf8(output.stdout).context("the domain's XML is not UTF-8")?;
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_lacks_what_its_vm_was_given_differs() {
+        let all = Dedicated { hint: true, cpu_pm: true, invtsc: true };
+        let has = HostFlags::of("flags : monitor nonstop_tsc\n");
+        let lacks = HostFlags::of("flags : fpu\n");
+        let verdicts =
+            |guest, host| flags(all, guest, host).iter().map(|line| line.verdict).collect::<Vec<_>>();
+        use Verdict::{Differs, Same, Unknown};
+        assert_eq!(verdicts(&has, &has), [Same, Same, Unknown]);
+        assert_eq!(verdicts(&lacks, &has), [Differs, Differs, Unknown]);
+        assert_eq!(verdicts(&has, &lacks), [Same, Unknown, Unknown]);
+        assert!(flags(Dedicated::default(), &lacks, &has).is_empty());
+    }
 }

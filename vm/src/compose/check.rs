@@ -73,7 +73,7 @@ fn check_zone(name: &str, zone: &ZoneSpec) -> Result<(), Wrong> {
 fn check_vm(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), Wrong> {
     check_name("a VM", name)?;
     check_resources(name, vm)?;
-    check_placement(name, vm)?;
+    check_placement(compose, name, vm)?;
     check_limits(name, vm)?;
     check_boot(name, vm)?;
     for share in &vm.share {
@@ -100,7 +100,18 @@ fn check_resources(name: &str, vm: &VmSpec) -> Result<(), Wrong> {
     })
 }
 
-fn check_placement(name: &str, vm: &VmSpec) -> Result<(), Wrong> {
+fn check_placement(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), Wrong> {
+    ensure(vm.topology.is_some() || !vm.isolate, "isolate", || {
+        format!("vm.{name}.isolate needs topology = \"close\" or another part")
+    })?;
+    ensure(vm.topology.is_some() || vm.cpu_pm.is_none(), "cpu_pm", || {
+        format!("vm.{name}.cpu_pm needs topology = \"close\" or another part")
+    })?;
+    ensure(compose.reserve > 0 || !vm.isolate, "isolate", || {
+        format!(
+            "vm.{name}.isolate: QEMU's own threads can't run on isolated CPUs; add reserve = 1 or more at the top of the file"
+        )
+    })?;
     ensure(vm.topology.is_some() || vm.pages == Pages::Auto, "pages", || {
         format!("vm.{name}.pages needs topology = \"close\" or another part")
     })?;

@@ -167,6 +167,16 @@ const TABLES: [Table; 12] = [
                 "The part of the host that it lies on, whose topology its guest sees: \"host\": all free processors; \"node:0\": the same of a NUMA node; \"close\": as many processors as cpus says, close together; \"cpus:0-3,8\". See tombolo topology plan.",
             ),
             (
+                "isolate",
+                "false",
+                "With topology and reserve: the kernel runs nothing but the vCPUs on its processors (a cgroup partition, Linux 6.7 and newer). It wants a delegated cgroup with the controller cpuset.",
+            ),
+            (
+                "cpu_pm",
+                "with isolate",
+                "With topology, under KVM: the guest idles by itself, without an exit. To the host its processors are always busy, so other threads there wait for their turn.",
+            ),
+            (
                 "pages",
                 "\"auto\"",
                 "With topology: \"1G\" or \"2M\": reserved huge pages; \"transparent\": those that the kernel makes; \"auto\": the largest that are free.",

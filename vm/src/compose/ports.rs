@@ -106,7 +106,7 @@ impl Forward {
 
     fn meets(&self, other: &Forward) -> bool {
         let same = self.protocol == other.protocol && self.host == other.host;
-        // What is for all of a family's addresses is for each of them; for all of IPv6, as the host has it, for those of IPv4, too.
+        // A port of all addresses of a family covers each of them. A port of all addresses of IPv6 also covers those of IPv4, as on the host.
         let covers = |one: Option<IpAddr>, other: Option<IpAddr>| match (one, other) {
             (None, _) => true,
             (Some(one), other) => {

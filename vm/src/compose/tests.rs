@@ -119,3 +119,15 @@ fn the_hypervisor_is_read_by_its_former_name_too() {
         assert_eq!(p.compose.vm["a"].hypervisor, HypervisorChoice::Tcg);
     }
 }
+
+#[test]
+fn what_needs_a_part_of_the_host_or_reserved_cpus_is_refused_without() {
+    for key in ["isolate = true", "cpu_pm = true", "cpu_pm = false"] {
+        let name = key.split(' ').next().unwrap();
+        let e = error(&format!("[vm.a]\ncpus = 1\n{key}\n"));
+        assert!(e.contains(&format!(":3: vm.a.{name} needs topology = \"close\"")), "{e}");
+    }
+    let e = error("[vm.a]\ntopology = \"close\"\nisolate = true\n");
+    assert!(e.contains(":3: vm.a.isolate: QEMU's own threads") && e.contains("add reserve = 1"), "{e}");
+    parse("reserve = 1\n[vm.a]\ntopology = \"close\"\nisolate = true\ncpu_pm = false\n").unwrap();
+}

@@ -96,6 +96,12 @@ pub struct VmSpec {
     /// The part of the host that it lies on.
     #[serde(default)]
     pub topology: Option<Part>,
+    /// Nothing but its vCPUs runs on its CPUs, with `topology`.
+    #[serde(default)]
+    pub isolate: bool,
+    /// Its guest idles by itself under KVM, with `topology`; default: with `isolate`.
+    #[serde(default)]
+    pub cpu_pm: Option<bool>,
     /// The pages of its memory, with `topology`.
     #[serde(default)]
     pub pages: Pages,

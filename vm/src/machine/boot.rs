@@ -5,8 +5,13 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use qapi::qmp;
+use tombolo_passthrough::bind::Owner;
+use tombolo_topology::apply::{self, Thread};
+use tombolo_topology::plan::VmPlan;
 
+use super::partition::{Kernel, Partition, Store};
 use super::{Machine, Phase, QUIT, disks, placement};
 use crate::compose::Ready;
 use crate::project::control::Stage;
@@ -54,10 +59,26 @@ impl Machine {
     /// Pins the threads of a VM that lies on a part of the host.
     fn pin(&self) -> anyhow::Result<()> {
         if let Some(plan) = &self.placement {
-            let threads = placement::pin(self.pid, self.qmp()?, plan)?;
+            let threads = placement::threads(self.qmp()?)?;
+            if self.spec.isolate {
+                self.isolate(plan, &threads)?;
+            }
+            apply::pin(self.pid, &threads, plan)?;
             let _set_once = self.threads.set(threads);
             self.mark("threads pinned");
         }
+        Ok(())
+    }
+
+    /// Takes the VM's CPUs out of the host's, and moves its vCPUs' threads there.
+    fn isolate(&self, plan: &VmPlan, threads: &[Thread]) -> anyhow::Result<()> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let group = held.group.as_ref().context("QEMU has ended")?;
+        let owner = Owner::new(&self.name, std::process::id())?;
+        let threads: Vec<u32> = threads.iter().map(|thread| thread.thread).collect();
+        let (store, cpus) = (Store::of_user()?, plan.isolated_cpus());
+        held.partition = Some(Partition::make(&mut Kernel, &store, owner, group.path(), &cpus, &threads)?);
+        self.mark("CPUs isolated");
         Ok(())
     }
 

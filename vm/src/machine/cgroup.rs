@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `cpu_limit` and `memory_limit`: a cgroup of its own for a VM's QEMU, below one that was delegated to the supervisor's user.
+//! `cpu_limit`, `memory_limit` and `isolate`: a cgroup of its own for a VM's QEMU, below one that was delegated to the supervisor's user.
 //!
 //! A cgroup whose children are limited has no processes itself, so the supervisor, and who else is in its cgroup, moves to the child
 //! `supervisor` first. The VM's cgroup goes with its QEMU.
@@ -41,14 +41,25 @@ impl Group {
     /// # Errors
     /// When no cgroup is delegated, with the remedy.
     pub fn of(dir: &StateDir, vm: &str, spec: &VmSpec) -> anyhow::Result<Option<Group>> {
-        if spec.cpu_limit.is_none() && spec.memory_limit.is_none() {
+        let limited = spec.cpu_limit.is_some() || spec.memory_limit.is_some();
+        let mut controllers = Vec::new();
+        if limited {
+            controllers.extend(["cpu", "memory"]);
+        }
+        if spec.isolate {
+            controllers.push("cpuset");
+        }
+        if controllers.is_empty() {
             return Ok(None);
         }
         // Two projects may have one name, but not one folder.
         let project = dir.path().file_name().unwrap_or_default().to_string_lossy();
-        let made = delegated().and_then(|parent| Group::below(&parent, &project, vm, spec));
+        let made = find_parent()
+            .and_then(|parent| enable(&parent, &controllers).map(|()| parent))
+            .and_then(|parent| Group::below(&parent, &project, vm, spec));
         made.map(Some).with_context(|| {
-            format!("vm.{vm} has cpu_limit or memory_limit, and there is no cgroup for it; {REMEDY}")
+            let key = if limited { "has cpu_limit or memory_limit" } else { "says isolate" };
+            format!("vm.{vm} {key}, and there is no cgroup for it; {REMEDY}")
         })
     }
 
@@ -59,13 +70,18 @@ impl Group {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
             made => made.with_context(|| format!("{} can't be made", path.display()))?,
         }
-        let limit = |file: &str, value: String| {
+        let limit = |file: &str, value: String, limited: bool| {
+            // Without a limit the controller may be off.
+            if !limited && !path.join(file).exists() {
+                return Ok(());
+            }
             fs::write(path.join(file), &value)
                 .with_context(|| format!("{file} of {} can't be set to {value}", path.display()))
         };
         let memory = spec.memory_limit.map_or("max".into(), |size| size.0.to_string());
-        limit("memory.max", memory)?;
-        limit("cpu.max", spec.cpu_limit.map_or_else(|| format!("max {PERIOD}"), quota))?;
+        limit("memory.max", memory, spec.memory_limit.is_some())?;
+        let quota = spec.cpu_limit.map_or_else(|| format!("max {PERIOD}"), quota);
+        limit("cpu.max", quota, spec.cpu_limit.is_some())?;
         let procs = OpenOptions::new().write(true).open(path.join("cgroup.procs"))?;
         Ok(Group { path, procs })
     }
@@ -115,9 +131,16 @@ fn quota(processors: f64) -> String {
     format!("{microseconds:.0} {PERIOD}")
 }
 
-/// The cgroup below which this process may make others, with the controllers on.
-fn delegated() -> anyhow::Result<PathBuf> {
-    let parent = match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
+/// The cgroup below which VMs get theirs.
+///
+/// # Errors
+/// None is delegated, with the remedy.
+pub fn parent() -> anyhow::Result<PathBuf> {
+    find_parent().context(REMEDY)
+}
+
+fn find_parent() -> anyhow::Result<PathBuf> {
+    Ok(match std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
         Some(path) => PathBuf::from(path),
         None => {
             let own = own()?;
@@ -129,9 +152,7 @@ fn delegated() -> anyhow::Result<PathBuf> {
             );
             own
         }
-    };
-    enable(&parent)?;
-    Ok(parent)
+    })
 }
 
 /// Returns whether the processes of a cgroup may make others below it: without systemd, or where it has marked the group as delegated. In a group
@@ -157,16 +178,16 @@ fn own() -> anyhow::Result<PathBuf> {
     Ok(root.join(path.context("this process is in no cgroup of version 2")?))
 }
 
-/// Gives the children of `parent` limits of processor time and memory.
-fn enable(parent: &Path) -> anyhow::Result<()> {
+/// Gives the children of `parent` these controllers.
+fn enable(parent: &Path, controllers: &[&str]) -> anyhow::Result<()> {
     let control = parent.join("cgroup.subtree_control");
     let on = fs::read_to_string(&control).with_context(|| control.display().to_string())?;
-    if ["cpu", "memory"].iter().all(|c| on.split_whitespace().any(|o| o == *c)) {
+    if controllers.iter().all(|c| on.split_whitespace().any(|o| o == *c)) {
         return Ok(());
     }
     move_all(parent)?;
-    fs::write(&control, "+cpu +memory")
-        .with_context(|| format!("{} does not take '+cpu +memory'", control.display()))
+    let wanted = controllers.iter().map(|name| format!("+{name}")).collect::<Vec<_>>().join(" ");
+    fs::write(&control, &wanted).with_context(|| format!("{} does not take '{wanted}'", control.display()))
 }
 
 /// Moves the processes of `parent` into its child for them.
@@ -232,14 +253,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         group(dir.path(), "pids\n", "12\n34\n");
         group(&dir.path().join(OWN), "", "");
-        enable(dir.path()).unwrap();
+        enable(dir.path(), &["cpu", "memory"]).unwrap();
         let read = |file: &str| fs::read_to_string(dir.path().join(file)).unwrap();
         assert_eq!(read("cgroup.subtree_control"), "+cpu +memory");
         // A real one would have both.
         assert_eq!(read("supervisor/cgroup.procs"), "34");
         fs::write(dir.path().join("cgroup.subtree_control"), "cpu memory pids\n").unwrap();
-        enable(dir.path()).unwrap();
+        enable(dir.path(), &["cpu", "memory"]).unwrap();
         assert_eq!(read("cgroup.subtree_control"), "cpu memory pids\n", "nothing to do");
+        enable(dir.path(), &["cpuset"]).unwrap();
+        assert_eq!(read("cgroup.subtree_control"), "+cpuset");
     }
 
     #[test]

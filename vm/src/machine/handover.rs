@@ -20,6 +20,7 @@ use tombolo_zone::keep::{Keep, Kept};
 use super::cgroup::Group;
 use super::growth::Taken;
 use super::hotplug::Ports;
+use super::partition::{Partition, Store};
 use super::state::State;
 use super::{Exit, Held, Machine, Phase};
 use crate::child::{Guarded, Handle};
@@ -56,6 +57,9 @@ pub struct MachineState {
     ports: Ports,
     devices: Vec<Address>,
     group: Option<PathBuf>,
+    /// The CPUs are the VM's own.
+    #[serde(default)]
+    isolated: bool,
     #[serde(default)]
     interrupts: Interrupts,
 }
@@ -108,6 +112,7 @@ impl Machine {
             ports: self.ports.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             devices: held.devices.addresses().to_vec(),
             group: held.group.as_ref().map(|group| group.path().to_owned()),
+            isolated: held.partition.is_some(),
             interrupts: held.interrupts.clone(),
         }
     }
@@ -131,6 +136,10 @@ impl Machine {
         };
         let process = qemu.as_ref().map_or_else(|| Ok(Handle::gone()), Guarded::handle)?;
         let group = left.group.map(Group::take_over).transpose()?;
+        let partition = match group.as_ref().filter(|_| left.isolated) {
+            Some(group) => Some(Partition::take_over(&Store::of_user()?, group.path())?),
+            None => None,
+        };
         let machine = Arc::new(Machine {
             console: Console::take_over(left.console, &dir.console_log(&name))?,
             log: Console::take_over(left.log, &dir.qemu_log(&name))?,
@@ -155,6 +164,7 @@ impl Machine {
             held: Mutex::new(Held {
                 devices: Taken::take_over(left.devices),
                 group,
+                partition,
                 interrupts: left.interrupts,
             }),
         });

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use super::cgroup::Group;
 use super::disks::Drive;
 use super::hotplug::Ports;
+use super::partition;
 use super::state::State;
 use super::{Exit, Held, Machine, Phase, QUIT, Start};
 use crate::child::{self, Guarded};
@@ -246,6 +247,9 @@ impl Machine {
                 exit.how.push_str(", for want of memory: raise memory_limit");
             }
             held.interrupts.give_back(Path::new("/"));
+            if let Some(Err(e)) = held.partition.take().map(partition::give_back) {
+                crate::say!("the VM '{}': {e:#}", machine.name);
+            }
             // The devices and the cgroup must be free before `ended` starts the next QEMU.
             drop(held);
             ended(&machine, exit, inside);

@@ -10,7 +10,7 @@
 //! - [`stop`]: the steps of a stop and their times.
 //! - [`hotplug`]: devices of zones that come to a running VM; [`port`]: virtio-serial ports.
 //! - [`growth`]: passed-through devices, and memory that grows; [`placement`]: the part of the host that a VM lies on.
-//! - [`disks`], [`cgroup`]: overlays of disks, and limits.
+//! - [`disks`], [`cgroup`]: overlays of disks, and limits; [`partition`]: CPUs that are the VM's own.
 //! - [`handover`]: a VM that goes on in the next program of this process.
 
 use std::os::fd::OwnedFd;
@@ -39,6 +39,7 @@ use crate::qemu::version::Qemu;
 use cgroup::Group;
 use disks::Drive;
 use hotplug::Ports;
+use partition::Partition;
 use placement::Placement;
 use state::State;
 
@@ -49,6 +50,7 @@ pub mod growth;
 pub mod handover;
 pub mod hotplug;
 mod launch;
+pub mod partition;
 pub mod placement;
 pub mod port;
 mod stall;
@@ -128,6 +130,8 @@ pub struct Machine {
 struct Held {
     devices: growth::Taken,
     group: Option<Group>,
+    /// Below the cgroup.
+    partition: Option<Partition>,
     /// Of the devices.
     interrupts: Interrupts,
 }
@@ -176,7 +180,11 @@ impl Machine {
     /// The part of the host that the VM lies on, with its pinned threads.
     pub fn placement(&self) -> Option<Placement> {
         let threads = self.threads.get().cloned().unwrap_or_default();
-        Some(Placement { plan: self.placement.clone()?, threads })
+        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let partition = held.partition.as_ref().map(Partition::path);
+        let plan = self.placement.clone()?;
+        let dedicated = placement::dedicated(&plan, &self.spec, self.hypervisor);
+        Some(Placement { plan, threads, partition, dedicated })
     }
 
     /// The part of the host that the VM was planned for.

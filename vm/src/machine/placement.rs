@@ -3,17 +3,20 @@
 //! before a guest runs its first instruction.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tombolo_topology::apply::{self, Thread};
+use tombolo_topology::dedicated::{Dedicated, HostFlags};
 use tombolo_topology::plan::{Plan, Rules, VmPlan, plan};
 use tombolo_topology::qemu::{self, Argument, Options, Vendor};
 use tombolo_topology::read;
 use tombolo_topology::request::Request;
 
 use crate::compose::{Compose, VmSpec};
+use crate::machine::{cgroup, partition};
 use crate::project::control::Status;
 use crate::qemu::Hypervisor;
 use crate::qemu::qmp::Qmp;
@@ -27,6 +30,12 @@ pub struct Placement {
     /// The threads of its vCPUs; empty until QEMU has told them.
     #[serde(default)]
     pub threads: Vec<Thread>,
+    /// The cgroup partition of its vCPUs.
+    #[serde(default)]
+    pub partition: Option<PathBuf>,
+    /// What KVM gives it; nothing under TCG.
+    #[serde(default)]
+    pub dedicated: Dedicated,
 }
 
 /// The requests of the VMs that say `topology`.
@@ -49,6 +58,12 @@ pub fn rules(compose: &Compose, running: &[Status], except: impl Fn(&Status, &st
     let mut rules = Rules { reserve: compose.reserve, ..Rules::default() };
     for project in running {
         let vms = project.vms.iter().filter(|vm| vm.pid.is_some() && !except(project, &vm.name));
+        // Also that of a VM that is left out goes back when it is stopped.
+        for placement in project.vms.iter().filter_map(|vm| vm.placement.as_ref()) {
+            if placement.partition.is_some() {
+                rules.isolated.extend(placement.plan.isolated_cpus().iter());
+            }
+        }
         for plan in vms.filter_map(|vm| Some(&vm.placement.as_ref()?.plan)) {
             rules.taken.extend(plan.host_cpus().iter().chain(plan.idle.iter()));
             for node in &plan.nodes {
@@ -83,12 +98,33 @@ pub fn of_starting<'a>(
     Ok(plan.vms.into_iter().map(|vm| (vm.name.clone(), vm)).collect())
 }
 
+/// Checks that a VM that says `isolate` could have its CPUs for itself. Nothing is changed.
+///
+/// # Errors
+/// What is missing, where, and the remedy.
+pub fn check_isolation(compose: &Compose, vm: &str, plan: &VmPlan) -> anyhow::Result<()> {
+    if !compose.vm.get(vm).is_some_and(|spec| spec.isolate) {
+        return Ok(());
+    }
+    let checked = cgroup::parent().and_then(|parent| partition::check(&parent, &plan.isolated_cpus()));
+    checked.with_context(|| format!("vm.{vm}.isolate"))
+}
+
+/// What KVM gives a VM that lies on a part of this host.
+pub fn dedicated(plan: &VmPlan, spec: &VmSpec, hypervisor: Hypervisor) -> Dedicated {
+    match hypervisor {
+        Hypervisor::Kvm => Dedicated::of(plan, spec.isolate, spec.cpu_pm, &HostFlags::read()),
+        Hypervisor::Tcg => Dedicated::default(),
+    }
+}
+
 /// QEMU's arguments for a VM that lies on a part of the host, `-cpu` included.
 ///
 /// # Errors
 /// This QEMU can't express the plan.
 pub fn arguments(
     plan: &VmPlan,
+    spec: &VmSpec,
     qemu: &Qemu,
     hypervisor: Hypervisor,
     shared: bool,
@@ -101,18 +137,19 @@ pub fn arguments(
     let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
     let options = Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device };
     let [.., value] = hypervisor.arguments(qemu);
-    let mut list = vec![("-cpu", format!("{value}{}", qemu::cpu_flags(plan, vendor)))];
+    let dedicated = dedicated(plan, spec, hypervisor);
+    let flags = qemu::cpu_flags(plan, vendor) + &dedicated.cpu_flags();
+    let mut list = vec![("-cpu", format!("{value}{flags}"))];
+    list.extend(dedicated.arguments());
     list.extend(qemu::arguments(plan, &options)?);
     Ok(list)
 }
 
-/// Pins the threads of a QEMU whose guest does not run yet; returns those of its vCPUs.
+/// The threads of a QEMU's vCPUs.
 ///
 /// # Errors
-/// QEMU does not tell its threads, or the kernel refuses a CPU.
-pub fn pin(pid: u32, qmp: &Qmp, plan: &VmPlan) -> anyhow::Result<Vec<Thread>> {
+/// QEMU does not tell them.
+pub fn threads(qmp: &Qmp) -> anyhow::Result<Vec<Thread>> {
     let reply = qmp.execute_value("query-cpus-fast", &json!({}))?;
-    let threads = apply::threads(&reply).context("QEMU does not tell the threads of its vCPUs")?;
-    apply::pin(pid, &threads, plan)?;
-    Ok(threads)
+    apply::threads(&reply).context("QEMU does not tell the threads of its vCPUs")
 }

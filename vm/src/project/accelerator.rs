@@ -216,7 +216,7 @@ impl Accelerator {
             .map(|(vm, _)| vm.clone())
             .collect();
         for vm in waiting {
-            self.plug(owner.vm(), &vm, &machine)?;
+            self.add_devices(owner.vm(), &vm, &machine)?;
             let Some(client) = lock(&self.server.slots).get(&vm).map(|slot| slot.client(&vm)) else {
                 continue;
             };
@@ -227,7 +227,7 @@ impl Accelerator {
     }
 
     /// Brings the zone of a client to the owner VM, unless it has come already.
-    fn plug(&self, owner: &str, vm: &str, machine: &Machine) -> anyhow::Result<()> {
+    fn add_devices(&self, owner: &str, vm: &str, machine: &Machine) -> anyhow::Result<()> {
         let name = &self.server.name;
         let (zone, invitation) = {
             let mut slots = lock(&self.server.slots);

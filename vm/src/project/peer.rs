@@ -424,7 +424,7 @@ mod tests {
             // The one before is in the queue, too.
             let sockets = [fake.listener.accept().unwrap().0, fake.listener.accept().unwrap().0];
             for socket in &sockets {
-                // Nobody reads what the first is told.
+                // The first connection has no reader.
                 let _gone = send(socket, &Event::Heard);
             }
             let error = asking.join().unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is known of a project whose supervisor does not answer: the VMs whose QEMUs are its children.
+//! A project whose supervisor does not answer: the VMs whose QEMUs are its children.
 
 use std::fs;
 

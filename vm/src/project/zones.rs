@@ -231,7 +231,7 @@ impl HostZone {
         Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell })
     }
 
-    /// Limits and subtree; or takes back what was granted to whoever had the slot before.
+    /// Grants limits and a subtree, or takes back the grant of the member that had the slot before.
     fn grant(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<()> {
         let mut args = vec![member.to_owned()];
         match zone_use {

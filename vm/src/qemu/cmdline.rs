@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 
 use super::{Hypervisor, Qemu};
-use crate::compose::VmSpec;
+use crate::compose::{Share, VmSpec};
 use crate::guest::kit::Boot;
 use crate::machine::disks::Drive;
 use crate::machine::growth::MEMORY;
@@ -25,7 +25,7 @@ pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 /// ones; 8 MiB are left for what the user's own arguments add.
 const FEW_BOUNCE_BUFFERS: &str = " swiotlb=4096";
 
-/// What the value of -name begins with; the VM's name and a comma follow.
+/// The beginning of the value of -name; the VM's name and a comma follow.
 const NAME: &str = "guest=tombolo-";
 
 /// The VM's name in an argument of its QEMU.
@@ -78,124 +78,139 @@ pub struct Plan<'a> {
     pub placement: Option<&'a VmPlan>,
 }
 
+/// A command line under construction.
+struct CommandLine(Vec<OsString>);
+
+impl CommandLine {
+    fn add(&mut self, option: &str, value: impl Into<OsString>) {
+        self.0.extend([option.into(), value.into()]);
+    }
+
+    fn add_all<Option: AsRef<str>>(&mut self, pairs: impl IntoIterator<Item = (Option, String)>) {
+        for (option, value) in pairs {
+            self.add(option.as_ref(), value);
+        }
+    }
+}
+
 /// The arguments, without the program.
 ///
 /// # Errors
 /// This QEMU can't express the part of the host that the VM lies on.
 pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
-    let spec = plan.spec;
+    let mut line = CommandLine(Vec::new());
+    line.add("-name", format!("{NAME}{},debug-threads=on", plan.name));
+    add_machine(&mut line, plan)?;
+    // Devices of a VM that lies on a part of the host are behind its root complexes.
+    let devices = plan.spec.devices.iter().filter(|_| plan.placement.is_none());
+    for (n, address) in devices.enumerate() {
+        line.add("-device", format!("vfio-pci,id=device{n},host={address}"));
+    }
+    add_channels(&mut line, plan);
+    plan.zones.iter().for_each(|zone| line.add_all(zone_arguments(zone)));
+    for (n, nic) in plan.nics.iter().enumerate() {
+        line.add_all(nic_arguments(n, nic, plan));
+    }
+    for port in 0..plan.spec.hotplug_ports {
+        line.add("-device", format!("pcie-root-port,id=hp{port},chassis={},slot={}", port + 1, port + 1));
+    }
+    for (n, share) in plan.spec.share.iter().enumerate() {
+        line.add_all(share_arguments(n, share));
+    }
+    for (n, drive) in plan.drives.iter().enumerate() {
+        // QEMU gives a kernel that it loads itself the first place.
+        line.add_all(drive.arguments(n == 0 && plan.boot.is_none()));
+    }
+    if let Some(boot) = &plan.boot {
+        add_boot(&mut line, plan, boot);
+    }
+    line.add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny");
+    let CommandLine(mut args) = line;
+    args.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(OsString::from));
+    args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
+    args.extend(plan.spec.qemu_args.iter().map(OsString::from));
+    Ok(args)
+}
+
+/// Adds the machine, its CPUs and its memory.
+fn add_machine(line: &mut CommandLine, plan: &Plan<'_>) -> anyhow::Result<()> {
     let Layout { boot: memory, grown, block, .. } = plan.memory;
     let zones: u64 = plan.zones.iter().map(|z| z.size).sum();
-    let mut args: Vec<OsString> = Vec::new();
-    let mut add = |option: &str, value: String| {
-        args.push(option.into());
-        args.push(value.into());
-    };
-    add("-name", format!("{NAME}{},debug-threads=on", plan.name));
-    add("-machine", "q35,usb=off,vmport=off".into());
+    line.add("-machine", "q35,usb=off,vmport=off");
     let [accel, accel_value, cpu, cpu_value] = plan.hypervisor.arguments(plan.qemu);
-    add(accel, accel_value.into());
+    line.add(accel, accel_value);
     // The room for zones must be known at start; it costs address space only.
     let most = (memory + grown + zones).next_multiple_of(1 << 30) + HOTPLUG_ROOM;
-    add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
+    line.add("-m", format!("size={}M,maxmem={}M", memory >> 20, most >> 20));
     // A network's switch maps its guests' memory, and so does what the user's own arguments may add (virtiofs). Anonymous memory comes in
     // huge pages on every host; a memfd does not.
-    let private = plan.nics.is_empty() && spec.qemu_args.is_empty();
+    let private = plan.nics.is_empty() && plan.spec.qemu_args.is_empty();
     let (backend, share) =
         if private { ("memory-backend-ram", "") } else { ("memory-backend-memfd", ",share=on") };
-    match plan.placement {
-        Some(placed) => {
-            for (option, value) in placement::arguments(placed, plan.qemu, plan.hypervisor, !private)? {
-                add(option, value);
-            }
-        }
-        None => {
-            add("-machine", "memory-backend=ram".into());
-            add(cpu, cpu_value.into());
-            add("-smp", plan.hypervisor.processors(spec.cpus));
-            add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
-        }
+    if let Some(placed) = plan.placement {
+        line.add_all(placement::arguments(placed, plan.spec, plan.qemu, plan.hypervisor, !private)?);
+    } else {
+        line.add("-machine", "memory-backend=ram");
+        line.add(cpu, cpu_value);
+        line.add("-smp", plan.hypervisor.processors(plan.spec.cpus));
+        line.add("-object", format!("{backend},id=ram,size={}M{share}", memory >> 20));
     }
     if grown > 0 {
-        add("-object", format!("{backend},id={MEMORY}-memory,size={grown}{share},reserve=off"));
-        add(
+        line.add("-object", format!("{backend},id={MEMORY}-memory,size={grown}{share},reserve=off"));
+        line.add(
             "-device",
             format!("virtio-mem-pci,id={MEMORY},memdev={MEMORY}-memory,block-size={block},requested-size=0"),
         );
     }
-    // Devices of a VM that lies on a part of the host are behind its root complexes.
-    let devices = spec.devices.iter().filter(|_| plan.placement.is_none());
-    for (n, address) in devices.enumerate() {
-        add("-device", format!("vfio-pci,id=device{n},host={address}"));
-    }
+    Ok(())
+}
 
-    add("-chardev", format!("socket,id=monitor,fd={}", plan.monitor));
-    add("-mon", "chardev=monitor,mode=control".into());
-    add("-chardev", format!("socket,id=console,fd={}", plan.console));
-    add("-serial", "chardev:console".into());
-    add("-device", "virtio-serial-pci,id=ports".into());
-    add("-chardev", format!("socket,id=agent,fd={}", plan.agent));
+/// Adds the channels between the supervisor and the VM, and the devices that every VM has.
+fn add_channels(line: &mut CommandLine, plan: &Plan<'_>) {
+    line.add("-chardev", format!("socket,id=monitor,fd={}", plan.monitor));
+    line.add("-mon", "chardev=monitor,mode=control");
+    line.add("-chardev", format!("socket,id=console,fd={}", plan.console));
+    line.add("-serial", "chardev:console");
+    line.add("-device", "virtio-serial-pci,id=ports");
+    line.add("-chardev", format!("socket,id=agent,fd={}", plan.agent));
     // QEMU tells of a port's opening only where the port has an id.
-    add("-device", format!("virtserialport,id=agent,chardev=agent,name={AGENT_PORT}"));
-    add("-device", "virtio-rng-pci".into());
+    line.add("-device", format!("virtserialport,id=agent,chardev=agent,name={AGENT_PORT}"));
+    line.add("-device", "virtio-rng-pci");
     // A kernel that panics says so, whatever its command line makes of a panic; QEMU ends then.
-    add("-device", "pvpanic".into());
+    line.add("-device", "pvpanic");
+}
 
-    for zone in &plan.zones {
-        for [option, value] in zone_arguments(zone) {
-            add(&option, value);
-        }
+/// Adds the kernel that QEMU loads itself, its initramfs and its command line.
+fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) {
+    line.add("-kernel", &boot.kernel);
+    if let Some(initrd) = &boot.initrd {
+        line.add("-initrd", initrd);
     }
-    for (n, nic) in plan.nics.iter().enumerate() {
-        for (option, value) in nic_arguments(n, nic, plan) {
-            add(option, value);
-        }
+    let mut cmdline = "console=ttyS0 quiet panic=-1".to_owned();
+    if plan.memory.grown > 0 {
+        cmdline.push(' ');
+        cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
     }
-    for port in 0..spec.hotplug_ports {
-        add("-device", format!("pcie-root-port,id=hp{port},chassis={},slot={}", port + 1, port + 1));
+    cmdline.push_str(plan.hypervisor.kernel_arguments());
+    if plan.spec.devices.is_empty() {
+        cmdline.push_str(FEW_BOUNCE_BUFFERS);
     }
-    for (n, share) in spec.share.iter().enumerate() {
-        let read_only = if share.readonly { ",readonly=on" } else { "" };
-        let path = share.path.to_string_lossy().replace(',', ",,");
-        add(
-            "-fsdev",
-            format!("local,id=share{n},path={path},security_model=none,multidevs=remap{read_only}"),
-        );
-        add("-device", format!("virtio-9p-pci,fsdev=share{n},mount_tag={}", share.tag.replace(',', ",,")));
+    if let Some(more) = &plan.spec.cmdline {
+        cmdline.push(' ');
+        cmdline.push_str(more);
     }
-    for (n, drive) in plan.drives.iter().enumerate() {
-        // QEMU gives a kernel that it loads itself the first place.
-        for (option, value) in drive.arguments(n == 0 && plan.boot.is_none()) {
-            add(option, value);
-        }
-    }
-    if let Some(boot) = &plan.boot {
-        add("-kernel", boot.kernel.to_string_lossy().into_owned());
-        if let Some(initrd) = &boot.initrd {
-            add("-initrd", initrd.to_string_lossy().into_owned());
-        }
-        let mut cmdline = "console=ttyS0 quiet panic=-1".to_owned();
-        if grown > 0 {
-            cmdline.push(' ');
-            cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
-        }
-        cmdline.push_str(plan.hypervisor.kernel_arguments());
-        if spec.devices.is_empty() {
-            cmdline.push_str(FEW_BOUNCE_BUFFERS);
-        }
-        if let Some(more) = &spec.cmdline {
-            cmdline.push(' ');
-            cmdline.push_str(more);
-        }
-        add("-append", cmdline);
-    }
-    add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny".into());
-    for flag in ["-nodefaults", "-no-user-config", "-no-reboot"] {
-        args.push(flag.into());
-    }
-    args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
-    args.extend(spec.qemu_args.iter().map(OsString::from));
-    Ok(args)
+    line.add("-append", cmdline);
+}
+
+/// A folder of the host, over 9p.
+fn share_arguments(n: usize, share: &Share) -> [(&'static str, String); 2] {
+    let read_only = if share.readonly { ",readonly=on" } else { "" };
+    let path = share.path.to_string_lossy().replace(',', ",,");
+    let tag = share.tag.replace(',', ",,");
+    [
+        ("-fsdev", format!("local,id=share{n},path={path},security_model=none,multidevs=remap{read_only}")),
+        ("-device", format!("virtio-9p-pci,fsdev=share{n},mount_tag={tag}")),
+    ]
 }
 
 /// A port of a switch: QEMU connects again by itself when the switch has been away.
@@ -220,22 +235,22 @@ fn nic_arguments(n: usize, nic: &Nic, plan: &Plan<'_>) -> [(&'static str, String
     ]
 }
 
-fn zone_arguments(zone: &ZoneDevice) -> Vec<[String; 2]> {
+fn zone_arguments(zone: &ZoneDevice) -> [(&'static str, String); 4] {
     let ZoneDevice { name, memory, size, .. } = zone;
     let read_only = if zone.read_only { ",readonly=on" } else { "" };
-    vec![
-        [
-            "-object".into(),
+    [
+        (
+            "-object",
             format!(
                 "memory-backend-file,id=zone-{name},mem-path=/proc/self/fd/{memory},size={size},share=on{read_only}"
             ),
-        ],
-        ["-device".into(), format!("virtio-pmem-pci,id=pmem-{name},memdev=zone-{name}")],
-        ["-chardev".into(), format!("socket,id=bell-{name},fd={}", zone.doorbell)],
-        [
-            "-device".into(),
+        ),
+        ("-device", format!("virtio-pmem-pci,id=pmem-{name},memdev=zone-{name}")),
+        ("-chardev", format!("socket,id=bell-{name},fd={}", zone.doorbell)),
+        (
+            "-device",
             format!("ivshmem-doorbell,id=doorbell-{name},chardev=bell-{name},vectors={DOORBELL_VECTORS}"),
-        ],
+        ),
     ]
 }
 
@@ -287,6 +302,28 @@ mod tests {
         assert!(own.contains("memory-backend-memfd,id=ram,size=1024M,share=on"), "{own}");
         let alone = line("memory = \"1G\"", Hypervisor::Tcg, vec![]);
         assert!(alone.contains("memory-backend-ram,id=ram,size=1024M "), "{alone}");
+    }
+
+    #[test]
+    fn only_under_kvm_a_vm_on_a_part_of_the_host_is_told_that_its_cpus_are_its_own() {
+        let placed = |hypervisor| {
+            let spec: VmSpec =
+                toml::from_str("topology = \"host\"\nisolate = true\nmemory = \"1G\"").unwrap();
+            let host =
+                tombolo_topology::read::synthetic("package:1 [numa(memory=16GiB)] core:4 pu:1").unwrap();
+            let requests = placement::requests([("a", &spec)].into_iter());
+            let rules = tombolo_topology::plan::Rules { reserve: 1, ..Default::default() };
+            let plan = tombolo_topology::plan::plan(&host, &rules, &requests).unwrap();
+            let qemu = Qemu { program: "qemu".into(), version: (7, 2, 0) };
+            let list = placement::arguments(&plan.vms[0], &spec, &qemu, hypervisor, false).unwrap();
+            list.iter().map(|(option, value)| format!("{option} {value}")).collect::<Vec<_>>().join(" ")
+        };
+        let (kvm, tcg) = (placed(Hypervisor::Kvm), placed(Hypervisor::Tcg));
+        assert!(kvm.contains(",kvm-hint-dedicated=on") && kvm.contains("-overcommit cpu-pm=on"), "{kvm}");
+        assert!(
+            !tcg.contains("hint-dedicated") && !tcg.contains("cpu-pm") && !tcg.contains("invtsc"),
+            "{tcg}"
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Threads that prepare memory ahead of the guest: low in priority, on the memory's own node, and within a budget.
 //!
-//! On idle CPUs they run at full speed, unless a bandwidth is set. On busy ones they give way. While the guest boots nobody waits for memory, and
+//! On idle CPUs they run at full speed, unless a bandwidth is set. On busy ones they give way. While the guest boots it does not wait for memory, and
 //! they are SCHED_IDLE: to the scheduler a CPU that runs such a thread is idle, so a virtual CPU or an I/O thread that wakes up gets it at once. Once the
 //! guest takes memory it waits for them, and others with a nice value go on (nice 11 against 0: weights 87 to 1024, 8 % of a busy CPU). They are
 //! others because leaving SCHED_IDLE takes a privilege and becoming nice takes none. Preparation goes from the start to the end, as a Linux guest
@@ -82,7 +82,7 @@ pub struct Prepared {
 /// The scheduling of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Priority {
-    /// Behind everybody.
+    /// Behind all other threads.
     Idle,
     /// With the nice value.
     Nice(i32),

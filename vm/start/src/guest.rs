@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Settings of a guest that takes and uses grown memory.
 //!
-//! Plugged memory is used only when it is online, and some distributions leave that to someone else (Debian 6.1). A device that pins
+//! Plugged memory is used only when it is online, and some distributions leave that to a program or rule (Debian 6.1). A device that pins
 //! memory needs it in the kernel's zone: pages in the movable zone would be moved away first, which costs and can fail.
 
 /// Kernel arguments for a guest that is booted with its kernel given directly.

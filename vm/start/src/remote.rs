@@ -2,7 +2,7 @@
 //! Anonymous memory of another process, made to exist from outside without a byte of it being written.
 //!
 //! `process_vm_writev(2)` takes hold of the target's pages for writing, which allocates and zeroes those that are not there, huge ones where the
-//! target asked for them (QEMU does), and then copies. Here it has nothing that it could copy: the source is a mapping that nobody may read, so
+//! target asked for them (QEMU does), and then copies. Here it has nothing that it could copy: the source is a mapping that no process may read, so
 //! the copy fails at its first byte and the pages stay. The call's answer is the same error as for a page that could not be had; which
 //! it was is read from the target's `pagemap` (Linux `Documentation/admin-guide/mm/pagemap.rst`).
 

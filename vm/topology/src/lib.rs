@@ -13,6 +13,7 @@
 //! - [`plan`]: what each VM gets; [`shape`] for its sockets, dies, cores and threads, [`memory`] for its nodes' memory.
 //! - [`qemu`]: QEMU's arguments.
 //! - [`domain`]: libvirt's XML.
+//! - [`dedicated`]: what KVM gives a VM whose vCPUs have CPUs of their own.
 //! - [`apply`]: the threads of a QEMU are pinned, and what its memory lies on is read; [`affinity`]: the CPUs of any thread or process.
 //! - [`interrupts`]: the CPUs that handle the interrupts of passed-through devices.
 //! - [`gather`]: what a guest's kernel shows of its machine.
@@ -27,6 +28,7 @@ pub mod apply;
 pub mod cli;
 pub mod compare;
 pub mod cpus;
+pub mod dedicated;
 pub mod domain;
 pub mod gather;
 pub mod interrupts;

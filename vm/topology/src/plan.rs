@@ -22,6 +22,8 @@ pub struct Rules {
     pub reserve: u32,
     /// CPUs of others.
     pub taken: CpuSet,
+    /// CPUs that VMs' own cgroup partitions keep outside of the cpuset of the process that looked. They are the VMs', not lost.
+    pub isolated: CpuSet,
     /// Bytes of others, by node.
     pub taken_memory: BTreeMap<u32, u64>,
 }
@@ -259,6 +261,7 @@ impl<'a> Ledger<'a> {
 /// # Errors
 /// The first VM that can't have what it wants, and why.
 pub fn plan(host: &Topology, rules: &Rules, requests: &[Request]) -> Result<Plan, PlanError> {
+    let host = &Topology { outside: host.outside.without(&rules.isolated), ..host.clone() };
     let reserved = place::reserve(host, rules.reserve);
     let mut ledger = Ledger::open(host, rules, &reserved);
     let mut order: Vec<usize> = (0..requests.len()).collect();
@@ -433,6 +436,11 @@ impl VmPlan {
     /// None where nothing is reserved.
     pub fn service_cpus(&self) -> CpuSet {
         self.emulator.without(&self.host_cpus())
+    }
+
+    /// The host's CPUs on which no other thread shall run: those of the vCPUs, and the idle ones of their cores.
+    pub fn isolated_cpus(&self) -> CpuSet {
+        self.host_cpus().iter().chain(self.idle.iter()).collect()
     }
 
     /// The number of virtual CPUs.

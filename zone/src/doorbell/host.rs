@@ -49,9 +49,9 @@ pub(super) fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
 
 /// Reads the first message of a process: the member that it is.
 pub(super) fn member_of(stream: &UnixStream) -> io::Result<MemberId> {
-    let nobody = || io::Error::new(io::ErrorKind::InvalidData, "it named no member");
-    let (member, _) = wire::receive(stream)?.ok_or_else(nobody)?;
-    u32::try_from(member).ok().and_then(MemberId::new).ok_or_else(nobody)
+    let unnamed = || io::Error::new(io::ErrorKind::InvalidData, "it named no member");
+    let (member, _) = wire::receive(stream)?.ok_or_else(unnamed)?;
+    u32::try_from(member).ok().and_then(MemberId::new).ok_or_else(unnamed)
 }
 
 /// Connects a process to the zone's doorbell server; the ivshmem protocol follows on the connection. `None`: the zone has no doorbell server.

@@ -92,7 +92,7 @@ impl Object {
     }
 
     fn unlock(&self, me: u64) {
-        assert_eq!(self.value.swap(0, SeqCst), me, "somebody else was in");
+        assert_eq!(self.value.swap(0, SeqCst), me, "another thread was in");
         self.wake_waiters();
     }
 }

@@ -215,7 +215,7 @@ fn readers_share_writers_exclude_and_both_may_die() {
     lock.unlock_read().unwrap();
     assert_eq!(lock.unlock_read(), Err(Error::Os(1)));
     assert_eq!(lock.write(NOW), Err(Error::TimedOut), "a reader is in");
-    assert_eq!(lock.read(NOW), Ok(Locked::Clean), "the writer that gave up keeps nobody out");
+    assert_eq!(lock.read(NOW), Ok(Locked::Clean), "the writer that gave up keeps no reader out");
     lock.unlock_read().unwrap();
     killed(reader);
     assert_eq!(lock.write(LONG), Ok(Locked::Clean), "a dead reader is no reader");
@@ -245,7 +245,7 @@ fn a_killed_readers_lock_is_free_although_another_process_has_its_session_now() 
             others.push(other);
         }
     }
-    assert_eq!(lock.write(LONG), Ok(Locked::Clean), "nobody who lives reads");
+    assert_eq!(lock.write(LONG), Ok(Locked::Clean), "no living process reads");
     drop(others);
 }
 

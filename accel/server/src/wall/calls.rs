@@ -94,8 +94,8 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_fork,
 ];
 
-/// Said to be done, and not done: what writes a file out to its disk. On a file that a worker only reads, or maps, it makes the disk write out what everybody
-/// has written.
+/// Calls that write a file out to its disk: they succeed without being done. On a file that a worker only reads or maps, they would make the disk
+/// write out the data of all users.
 const SAID_DONE: &[libc::c_long] =
     &[libc::SYS_fsync, libc::SYS_fdatasync, libc::SYS_msync, libc::SYS_sync_file_range];
 

@@ -95,7 +95,7 @@ fn a_kernels_system_calls_reach_no_process_file_socket_or_memory_of_others() {
 fn a_descriptor_that_a_client_passes_to_its_worker_is_not_taken_and_its_file_stays_as_it_was() {
     for user in users() {
         let server = Server::start(*user, "pass", &[]);
-        // The server's user owns it, and everybody may read it.
+        // The server's user owns it, and all users may read it.
         let file = folder().join(format!("readable-{user:?}"));
         std::fs::write(&file, "settings").expect("written");
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o644)).expect("its mode");
@@ -201,7 +201,7 @@ fn a_worker_has_no_capability_and_a_server_only_those_that_it_uses() {
     }
 }
 
-/// Whether a process runs; one that only waits to be waited for doesn't.
+/// Returns whether a process runs; a zombie does not.
 fn lives(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))

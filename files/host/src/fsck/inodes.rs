@@ -62,10 +62,10 @@ impl Checker<'_> {
         let free = word & !u64::from(sys::TFS_LOCK_TURN | sys::TFS_LOCK_COUNT) == 0;
         let kind = word & u64::from(sys::TFS_LOCK_KIND);
         let known = [sys::TFS_LOCK_HELD, sys::TFS_LOCK_OFFERED].iter().any(|k| u64::from(*k) == kind);
-        let nobody = word & 0xff > u64::from(sys::TFS_MEMBERS) || word & 0xff == 0 || !known;
+        let ownerless = word & 0xff > u64::from(sys::TFS_MEMBERS) || word & 0xff == 0 || !known;
         let fix = match word {
             _ if free => false,
-            _ if nobody => self.damage("lock", format!("lock of {what}: {word:#x} names no member")),
+            _ if ownerless => self.damage("lock", format!("lock of {what}: {word:#x} names no member")),
             _ => self.note("lock", format!("lock of {what}: member {} had it", (word & 0xff) - 1)),
         };
         if fix {

@@ -305,7 +305,7 @@ fn a_damaged_tree_of_a_dead_member_ends_its_recovery_soon_and_costs_no_other_fil
     let ran = zone.run(plan, vec![Box::new(|| fs.recover_all().expect("recovery"))]).expect("an end");
     assert!(ran.damage.iter().any(|what| what.starts_with("tree without end")), "{:?}", ran.damage);
     assert!(ran.steps[0] < 5_000_000, "{} accesses", ran.steps[0]);
-    // What is free is given to others.
+    // Other files get the free blocks.
     let other = file(&fs, "other", b"");
     let mut at = 0;
     while let Ok(n) = fs.pwrite(other, &[3; 4096], at, false) {

@@ -278,7 +278,7 @@ impl Sweep {
         let mut living = Living::join(&self.world, self.home)?;
         // All members use the lock of the inode table, and wait for it until the death is known.
         if !self.world.table_is_locked() {
-            living.go_on().map_err(|e| format!("before anybody knows of the death: {e}"))?;
+            living.go_on().map_err(|e| format!("before another member knows of the death: {e}"))?;
         }
         World::declare_dead(WORKER);
         living.go_on().map_err(|e| format!("before the recovery: {e}"))?;
@@ -322,7 +322,7 @@ impl Sweep {
         let turns = if self.every == 1 { accesses } else { TURNS };
         for turn in 0..turns {
             let mut living = Living::again(&self.world, work.clone())?;
-            living.go_on().map_err(|e| format!("before anybody knows of the second death: {e}"))?;
+            living.go_on().map_err(|e| format!("before another member knows of the second death: {e}"))?;
             World::declare_dead(0);
             let fs = self.world.open(1)?;
             let (mut went_on, mut living_too) = (Ok(()), Some(living));

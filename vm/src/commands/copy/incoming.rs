@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a guest sends, until it is complete and gets its final name. The guest may send anything: it decides on what is in a file or folder, and on
-//! nothing else of this host.
+//! A file or folder that a guest sends, until it is complete and gets its final name. The guest may send anything: it decides on the contents of the
+//! file or folder, and on nothing else of this host.
 
 use std::fs;
 use std::io::{self, Write};
@@ -16,7 +16,7 @@ use super::{MODE, SET_ID};
 /// The longest first line of what a guest sends, in bytes.
 const HEAD: usize = 64;
 
-/// What comes from a guest.
+/// A file or folder that comes from a guest.
 pub(super) struct Incoming<'a> {
     /// Where it gets its final name.
     folder: &'a Path,
@@ -87,7 +87,7 @@ impl<'a> Incoming<'a> {
             tar.set_preserve_permissions(true);
             tar.set_mask(SET_ID);
             tar.unpack(into)?;
-            // What follows the tar's end is padding.
+            // Padding follows the tar's end.
             io::copy(&mut tar.into_inner(), &mut io::sink()).map(drop)
         })?;
         Ok(State::Tree { dir, mode, writer, unpacked: Some(unpacked) })

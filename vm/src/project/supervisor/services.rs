@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
+use serde::{Deserialize, Serialize};
 use tombolo_topology::affinity;
 use tombolo_topology::cpus::CpuSet;
 use tombolo_topology::plan::VmPlan;
@@ -15,8 +16,21 @@ use crate::machine::Machine;
 use crate::project::changes::Kind;
 use crate::project::services::{Service, taken};
 
-/// The CPUs of processes that were confined to them, by process.
-pub(super) type Confined = BTreeMap<u32, CpuSet>;
+/// Processes that were confined.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Confined {
+    /// The supervisor's CPUs at its start. Later ones may lack those of a partition, which come back.
+    own: CpuSet,
+    /// The CPUs of confined processes.
+    processes: BTreeMap<u32, CpuSet>,
+}
+
+impl Default for Confined {
+    fn default() -> Confined {
+        let own = affinity::of_thread(std::process::id()).unwrap_or_default();
+        Confined { own, processes: BTreeMap::new() }
+    }
+}
 
 impl Inner {
     /// The processes that serve VMs, as they should be placed.
@@ -52,7 +66,9 @@ impl Supervisor {
             (inner.services(), inner.machines.values().cloned().collect())
         };
         let mut confined = self.confined.lock().unwrap_or_else(PoisonError::into_inner);
-        confined.retain(|process, _| services.iter().any(|service| service.process == Some(*process)));
+        confined
+            .processes
+            .retain(|process, _| services.iter().any(|service| service.process == Some(*process)));
         for service in &services {
             if let Some(process) = service.process {
                 confine(process, service, &mut confined);
@@ -66,13 +82,11 @@ impl Supervisor {
 }
 
 fn confine(process: u32, service: &Service, confined: &mut Confined) {
-    let before = confined.get(&process);
+    let before = confined.processes.get(&process);
     let (cpus, own) = match before {
         None if service.cpus.is_empty() => return,
         Some(before) if *before == service.cpus => return,
-        Some(_) if service.cpus.is_empty() => {
-            (affinity::of_thread(std::process::id()).unwrap_or_default(), true)
-        }
+        Some(_) if service.cpus.is_empty() => (confined.own.clone(), true),
         _ => (service.cpus.clone(), false),
     };
     if let Err(e) = affinity::confine(process, &cpus) {
@@ -80,7 +94,7 @@ fn confine(process: u32, service: &Service, confined: &mut Confined) {
     }
     // A refusal is not repeated each second.
     match own {
-        true => confined.remove(&process),
-        false => confined.insert(process, cpus),
+        true => confined.processes.remove(&process),
+        false => confined.processes.insert(process, cpus),
     };
 }

@@ -12,7 +12,7 @@ pub struct Turns {
     freed: Condvar,
 }
 
-/// Whose turn it is.
+/// The commands that have a turn.
 #[derive(Debug, Default)]
 struct Taken {
     all: bool,
@@ -50,7 +50,7 @@ impl Turns {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a turn. Whoever has it is ended by `down` at the latest.
+    /// Waits for a turn. The command that has it is ended by `down` at the latest.
     pub fn take(&self, of: Of<'_>) -> Turn<'_> {
         let taken = self.freed.wait_while(self.lock(), |taken| taken.meets(of));
         self.begin(taken.unwrap_or_else(PoisonError::into_inner), of)

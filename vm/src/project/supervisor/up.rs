@@ -18,7 +18,7 @@ use super::requests::LOOK;
 use super::turn::Turn;
 use super::{Beside, Reporter, Supervisor};
 use crate::compose::{Project, VmSpec};
-use crate::machine::{Machine, disks, growth, stop};
+use crate::machine::{Machine, disks, growth, partition, placement, stop};
 use crate::project::changes::{Action, Kind, Wish};
 use crate::project::control::Stage;
 use crate::project::keeper::Part;
@@ -52,9 +52,13 @@ impl Supervisor {
         wish.check(&project)?;
         // All checks come before the first stop or start.
         growth::give_back_orphans()?;
+        partition::give_back_orphans()?;
         let (running, actions) = self.plan(&mut project, wish);
         let ready = preflight::examine(&project, &running, &actions, || self.promised())?;
         let placements = self.placements(&project, &ready.vms)?;
+        for (name, plan) in &placements {
+            placement::check_isolation(&project.compose, name, plan)?;
+        }
         self.check_owners(&project, &started(&actions).collect())?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
         let hypervisors = self.choose_hypervisors(&ready.qemu, &ready.vms, &near, reporter)?;

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 use tombolo_bench_start::cli::{in_lab, lab};
 use tombolo_lab::config::Iommu;
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_tombolo-bench-start");
+const PROGRAM: &str = env!("CARGO_BIN_EXE_tombolo-bench");
 
 /// A lab takes every CPU there is: one at a time.
 static ONE: Mutex<()> = Mutex::new(());

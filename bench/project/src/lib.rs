@@ -1,12 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A project of VMs that lives as long as one bench, driven through the `tombolo` command as a user drives it.
 
+pub mod interrupt;
+
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context, Result, bail};
+use tombolo_program::EXECUTED_BY;
+
+/// Returns the `tombolo` that a bench drives: the one that started the bench, or the one beside the bench's own program, or the one in
+/// PATH.
+#[must_use]
+pub fn tombolo() -> PathBuf {
+    if let Some(program) = env::var_os(EXECUTED_BY) {
+        return program.into();
+    }
+    let beside = env::current_exe().ok().map(|own| own.with_file_name("tombolo"));
+    beside.filter(|program| program.is_file()).unwrap_or_else(|| "tombolo".into())
+}
 
 /// A running project; `down` at the end, also when the bench fails.
 pub struct Project {
@@ -19,8 +33,7 @@ impl Project {
     pub fn up(dir: &Path, compose: &str) -> Result<Project> {
         let file = dir.join("tombolo.toml");
         fs::write(&file, compose).with_context(|| format!("can't write {}", file.display()))?;
-        let tombolo = env::current_exe().context("can't find the running program")?;
-        let project = Project { tombolo, file };
+        let project = Project { tombolo: tombolo(), file };
         let status = project.command("up").status().context("can't run 'tombolo up'")?;
         if !status.success() {
             bail!("'tombolo up' failed for {} ({status}); what it said stands above", project.file.display());
@@ -52,7 +65,7 @@ impl Project {
 
     /// Runs a shell script in a VM and returns its standard output; an exit code other than 0 is an error with what it said.
     pub fn exec(&self, vm: &str, script: &str) -> Result<String> {
-        crate::interrupt::check()?;
+        interrupt::check()?;
         let output = self.run(vm, script)?;
         if !output.status.success() {
             bail!(

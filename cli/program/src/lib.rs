@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The first and last steps of `tombolo` and of the programs that it executes for some of its commands: completion, manual pages, the
+//! message of an error, and the end when the reader of the output has gone.
+
+use std::io;
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Parser;
+
+/// The variable by which a shell's completion script asks a program for candidates.
+pub const COMPLETE: &str = "COMPLETE";
+
+/// The variable by which a program that `tombolo` executes learns the path of that `tombolo`.
+pub const EXECUTED_BY: &str = "TOMBOLO_PROGRAM";
+
+/// The `main` of a program that `tombolo` executes: answers a shell's completion script, or parses the arguments and calls `act`.
+pub fn run<Arguments: Parser>(act: impl FnOnce(Arguments) -> anyhow::Result<ExitCode>) -> ExitCode {
+    clap_complete::CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
+    end_quietly_on_a_closed_pipe();
+    end(act(Arguments::parse()), |error| eprintln!("tombolo: {error:#}"))
+}
+
+/// Returns the exit code of a program; `complain` prints an error. A closed pipe is no failure: its reader has what it wanted ('| head').
+pub fn end(result: anyhow::Result<ExitCode>, complain: impl FnOnce(&anyhow::Error)) -> ExitCode {
+    match result {
+        Ok(code) => code,
+        Err(e) if e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) => {
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            complain(&e);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// `println!` panics if the reader of the standard output has gone. This makes such a panic end the program as a broken pipe does.
+pub fn end_quietly_on_a_closed_pipe() {
+    let others = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let words = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
+        if words.starts_with("failed printing to stdout") && words.contains("Broken pipe") {
+            std::process::exit(0);
+        }
+        others(panic);
+    }));
+}
+
+/// Writes a manual page of `command` and of each of its commands into `dir`.
+///
+/// # Errors
+/// The folder or a page can't be written.
+pub fn write_manual(command: clap::Command, dir: &Path) -> anyhow::Result<()> {
+    let write = || {
+        std::fs::create_dir_all(dir)?;
+        clap_mangen::generate_to(command, dir)
+    };
+    write().with_context(|| format!("the manual pages can't be written to {}", dir.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_closed_pipe_is_no_failure_and_another_error_is_one() {
+        let closed = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe));
+        let said = std::cell::Cell::new(0);
+        let complain = |_: &anyhow::Error| said.set(said.get() + 1);
+        assert_eq!(end(Err(closed), complain), ExitCode::SUCCESS);
+        assert_eq!(said.get(), 0);
+        assert_eq!(end(Err(anyhow::anyhow!("no room")), complain), ExitCode::FAILURE);
+        assert_eq!(said.get(), 1);
+    }
+
+    #[test]
+    fn a_manual_page_that_cannot_be_written_is_an_error_that_names_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let error = write_manual(clap::Command::new("x"), &file).unwrap_err();
+        assert!(error.to_string().contains(file.to_str().unwrap()), "{error:#}");
+        write_manual(clap::Command::new("x"), dir.path()).unwrap();
+        assert!(dir.path().join("x.1").is_file());
+    }
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The switch as its users run it, sandboxed, with passt. Each test has a network namespace of its own. Needs iproute2, util-linux
+//! and passt.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use common::namespace::alone;
+use common::network::{ethernet, ipv4, sh, sum};
+use common::program::Switch;
+use common::{Rig, wait_for};
+use tombolo_net::control::socket::{Request, ask};
+use tombolo_net::frames::frame::Mac;
+use tombolo_net::vring::driver::Nic;
+
+/// Gives the host an address and a way out, which passt gives its guest.
+fn host() {
+    sh("ip link add out type veth peer name far; ip link set far up; ip link set out up
+        ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1");
+}
+
+/// The processes that the keeper of `switch` has started: passt.
+fn passts(switch: &Switch) -> Vec<u32> {
+    let threads = std::fs::read_dir(format!("/proc/{}/task", switch.keeper())).unwrap();
+    let children = threads.filter_map(|thread| {
+        // The thread may have ended.
+        std::fs::read_to_string(thread.unwrap().path().join("children")).ok()
+    });
+    let all: String = children.collect();
+    all.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+fn passt(switch: &Switch) -> u32 {
+    wait_for("passt", || passts(switch).first().copied())
+}
+
+fn is_there(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+fn signal(pid: u32, signal: libc::c_int) {
+    // SAFETY: a signal to a process of this test.
+    assert_eq!(unsafe { libc::kill(pid as libc::pid_t, signal) }, 0);
+}
+
+/// A switch with this file as its configuration, in `dir`.
+fn configured(dir: &Path, text: &str) -> Switch {
+    let file = dir.join("switch.toml");
+    std::fs::write(&file, text).unwrap();
+    Switch::start(1, &["--config", file.to_str().unwrap()])
+}
+
+/// A request for an address.
+fn discover(own: Mac) -> Vec<u8> {
+    let mut dhcp = vec![1, 1, 6, 0, 1, 2, 3, 4];
+    dhcp.resize(28, 0);
+    dhcp.extend(own.0);
+    dhcp.resize(236, 0);
+    dhcp.extend([0x63, 0x82, 0x53, 0x63, 53, 1, 1, 255]);
+    dhcp.resize(300, 0);
+    let udp = [&[0, 68, 0, 67][..], &308u16.to_be_bytes(), &[0, 0], &dhcp].concat();
+    ethernet(Mac::BROADCAST, own, 0x800, &ipv4([255; 4], [0; 4], 17, &udp))
+}
+
+/// Asks for an address until there is an offer. passt may still be starting.
+fn offer(guest: &mut Nic, own: Mac) -> Vec<u8> {
+    let discover = discover(own);
+    let mut asked = Instant::now() - Duration::from_secs(1);
+    wait_for("an offer", || {
+        if asked.elapsed() > Duration::from_millis(500) {
+            // The next one may find room.
+            let _full = guest.send(&discover);
+            asked = Instant::now();
+        }
+        guest.receive().map(|(_, f)| f).filter(|f| f.len() > 280 && f[34..38] == [0, 67, 0, 68])
+    })
+}
+
+#[test]
+fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
+    alone("a_guest_gets_an_address_from_passt_which_ends_with_the_switch", || {
+        host();
+        let mut switch = Switch::start(1, &["--uplink", "user=passt"]);
+        let own = Rig::mac(1);
+        let mut guest = switch.guest(0);
+        let offer = offer(&mut guest, own);
+        assert!(!switch.log().contains("passt ended"), "{}", switch.log());
+        assert_eq!(
+            (&offer[46..50], &offer[58..62]),
+            (&[1, 2, 3, 4][..], &[192, 0, 2, 7][..]),
+            "{}",
+            switch.log()
+        );
+
+        // A stopped process restarts the call that it waited in, which passes the sandbox again.
+        let pid = switch.child.id() as i32;
+        // SAFETY: signals to a child that has not ended, and waiting for its stop.
+        unsafe {
+            assert_eq!(libc::kill(pid, libc::SIGSTOP), 0);
+            assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED), pid);
+            assert_eq!(libc::kill(pid, libc::SIGCONT), 0);
+        }
+        assert!(switch.port("uplink0").is_some());
+        let passt = passt(&switch);
+        switch.child.kill().unwrap();
+        switch.child.wait().unwrap();
+        wait_for("passt's end", || (!is_there(passt)).then_some(()));
+    });
+}
+
+#[test]
+fn a_guest_gets_a_prefix_of_ipv6_from_passt() {
+    alone("a_guest_gets_a_prefix_of_ipv6_from_passt", || {
+        host();
+        sh("ip addr add fd00:9::2/64 dev out nodad; ip -6 route add default via fd00:9::1");
+        let switch = Switch::start(1, &["--uplink", "user=passt"]);
+        let mut guest = switch.guest(0);
+        // A router solicitation from no address, to all routers.
+        let mut solicitation = [&[0x60, 0, 0, 0, 0, 8, 58, 255][..], &[0; 16], &[0xff, 2]].concat();
+        solicitation.extend([0; 13]);
+        solicitation.extend([2, 133, 0, 0, 0, 0, 0, 0, 0]);
+        let check = sum(&[&solicitation[8..40], &[0, 0, 0, 8, 0, 0, 0, 58], &solicitation[40..]].concat());
+        solicitation[42..44].copy_from_slice(&check);
+        let solicitation = ethernet(Mac([0x33, 0x33, 0, 0, 0, 2]), Rig::mac(1), 0x86dd, &solicitation);
+        // passt may still be starting, so the request is repeated.
+        let mut asked = Instant::now() - Duration::from_secs(1);
+        let advertised = wait_for("a router's advertisement", || {
+            if asked.elapsed() > Duration::from_millis(500) {
+                guest.send(&solicitation);
+                asked = Instant::now();
+            }
+            guest
+                .receive()
+                .map(|(_, f)| f)
+                .filter(|f| f.len() > 70 && f[12..14] == [0x86, 0xdd] && f[54] == 134)
+        });
+        let prefix = [0xfd, 0, 0, 9, 0, 0, 0, 0];
+        assert!(advertised.windows(8).any(|w| w == prefix), "{advertised:02x?}");
+    });
+}
+
+const FORWARDS: &str = "[[uplink]]\nname = 'out'\nuser = 'passt'\ntcp-ports = ['8080:80']\n";
+
+#[test]
+fn a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports() {
+    alone("a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports", || {
+        host();
+        let dir = tempfile::tempdir().unwrap();
+        for round in 0..20 {
+            let mut switch = configured(dir.path(), FORWARDS);
+            wait_for("a forwarded port", || {
+                assert!(!switch.log().contains("passt ended"), "round {round}: {}", switch.log());
+                TcpStream::connect("192.0.2.7:8080").ok()
+            });
+            switch.child.kill().unwrap();
+            switch.child.wait().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_passt_that_is_killed_is_started_again_and_its_uplink_is_down_meanwhile() {
+    alone("a_passt_that_is_killed_is_started_again_and_its_uplink_is_down_meanwhile", || {
+        host();
+        let dir = tempfile::tempdir().unwrap();
+        let (program, broken) = (dir.path().join("program"), dir.path().join("broken"));
+        let script = format!("#!/bin/sh\n[ ! -e {} ] && exec passt \"$@\"\n", broken.display());
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        let uplink = format!("[[uplink]]\nname = 'out'\nuser = '{}'\n", program.display());
+        let switch = configured(dir.path(), &uplink);
+        let mut guest = switch.guest(0);
+        assert_eq!(offer(&mut guest, Rig::mac(1))[58..62], [192, 0, 2, 7]);
+        let state = || switch.is_up("out");
+        assert!(state());
+        for _ in 0..2 {
+            std::fs::write(&broken, "").unwrap();
+            signal(passt(&switch), libc::SIGKILL);
+            wait_for("the uplink's end", || (!state()).then_some(()));
+            std::fs::remove_file(&broken).unwrap();
+            assert_eq!(offer(&mut guest, Rig::mac(1))[58..62], [192, 0, 2, 7]);
+            assert!(state());
+        }
+        assert!(switch.log().contains("uplink out: passt ended (signal: 9"), "{}", switch.log());
+    });
+}
+
+#[test]
+fn a_stopped_passt_ends_with_its_uplink_and_with_its_switch_and_frees_its_ports() {
+    alone("a_stopped_passt_ends_with_its_uplink_and_with_its_switch_and_frees_its_ports", || {
+        host();
+        let dir = tempfile::tempdir().unwrap();
+        let start = || {
+            let switch = configured(dir.path(), FORWARDS);
+            wait_for("a forwarded port", || TcpStream::connect("192.0.2.7:8080").ok());
+            let passt = passt(&switch);
+            signal(passt, libc::SIGSTOP);
+            (switch, passt)
+        };
+        let free = || std::net::TcpListener::bind("192.0.2.7:8080").unwrap();
+        let (mut switch, stopped) = start();
+        ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "out".into() }).unwrap();
+        assert!(!is_there(stopped));
+        free();
+        signal(switch.child.id(), libc::SIGTERM);
+        assert!(switch.child.wait().unwrap().success());
+        let (mut switch, stopped) = start();
+        signal(switch.child.id(), libc::SIGTERM);
+        assert!(switch.child.wait().unwrap().success());
+        assert!(!is_there(stopped));
+        free();
+        let (mut switch, stopped) = start();
+        switch.child.kill().unwrap();
+        switch.child.wait().unwrap();
+        let (_successor, _) = start();
+        assert!(!is_there(stopped));
+    });
+}
+
+#[test]
+fn a_connection_to_a_passt_of_somebody_else_is_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("passt");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let switch = Switch::start(1, &["--uplink", &format!("passt={}", socket.display())]);
+    let mut guest = switch.guest(0);
+    let sent = discover(Rig::mac(1));
+    for _ in 0..2 {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        let mut got = vec![0; 4 + sent.len()];
+        // The switch may not have the connection yet.
+        wait_for("a frame", || {
+            let _full = guest.send(&sent);
+            stream.read_exact(&mut got).ok()
+        });
+        assert_eq!((&got[..4], &got[4..]), (&(sent.len() as u32).to_be_bytes()[..], &sent[..]));
+    }
+    // Its frames have no end that the switch could find.
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.write_all(&[0xff; 4]).unwrap();
+    drop(listener);
+    wait_for("the uplink's end", || (!switch.is_up("uplink0")).then_some(()));
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+}
