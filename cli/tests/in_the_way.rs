@@ -13,7 +13,7 @@ mod common;
 const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"running\"\n";
 /// Its guest has a disk, and does not switch itself off.
 const STUBBORN: &str = "disks = [{ path = \"DISK\" }]\nqemu_args = [\"-fake\", \"no-quit\"]\n";
-/// What a `down` says that has given QEMU all of its time.
+/// The message of a `down` that has given QEMU all of its time.
 const KILLED: &str = "QEMU does not quit and is killed";
 const TIME: &str = "12 s to switch itself off";
 
@@ -47,7 +47,7 @@ fn read_to(reader: &mut impl BufRead, words: &str) {
     }
 }
 
-/// What else a command says; it succeeds.
+/// Returns the rest of the messages of a command, which succeeds.
 fn rest(mut child: Child, mut reader: BufReader<ChildStderr>) -> String {
     let mut words = String::new();
     reader.read_to_string(&mut words).unwrap();

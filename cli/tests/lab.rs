@@ -107,6 +107,16 @@ fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on
     println!("{blame}");
     assert!(lab.good("tombolo start metrics").contains("tombolo_start_complete{vm=\"grows\"} 1"));
 
+    // Its memory is in ordinary and transparent huge pages, and so it is mapped for the card.
+    let list = lab.json("tombolo passthrough ls --json");
+    let mappings =
+        &list.as_array().unwrap().iter().find(|d| d["address"] == card.as_str()).unwrap()["mappings"];
+    let pages = mappings["pages"].as_array().unwrap();
+    let bytes: u64 = pages.iter().map(|p| p["size"].as_u64().unwrap() * p["count"].as_u64().unwrap()).sum();
+    assert!((1400 << 20..1700 << 20).contains(&bytes), "{mappings}");
+    assert!(!mappings["why"].as_array().unwrap().is_empty(), "{mappings}");
+    assert!(list.as_array().unwrap().iter().all(|d| d["driver"] == "vfio-pci" || d["mappings"].is_null()));
+
     // No other VM gets the card meanwhile.
     let refused = lab.run("tombolo up second");
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -103,7 +103,8 @@ fn the_switch_of_a_placed_vm_runs_on_reserved_cpus_when_it_is_started_again_too_
     let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
     let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\nready = \"running\"\nnetworks = { lan = { address = \"none\" } }\n";
     let lab = Lab::new(&format!(
-        "qemu = \"{}\"\nreserve = 1\n[net.lan]\n[vm.placed]\ntopology = \"close\"\ncpus = 1\n{vm}[vm.other]\n{vm}",
+        "qemu = \"{}\"\nreserve = 1\n[net.lan]\n[zone.near]\nsize = \"8M\"\n[zone.far]\nsize = \"8M\"\n\
+         [vm.placed]\ntopology = \"close\"\ncpus = 1\nzones = {{ near = {{}} }}\n{vm}[vm.other]\n{vm}",
         fake.display()
     ));
     std::fs::write(lab.dir.path().join("kernel"), "").unwrap();
@@ -116,6 +117,22 @@ fn the_switch_of_a_placed_vm_runs_on_reserved_cpus_when_it_is_started_again_too_
     assert_eq!(placed["placement"]["plan"]["emulator"], reserved.as_str(), "{ps:#}");
     assert!(lab.good(&["topology", "show"]).contains("QEMU of placed, switch of lan)"));
     assert!(lab.good(&["topology", "plan"]).contains(&format!("switch of lan: CPUs {reserved}")));
+
+    let memory = |zone: &str| {
+        let shown: serde_json::Value =
+            serde_json::from_str(&lab.good(&["zone", "inspect", zone, "--json"])).unwrap();
+        shown["memory"].clone()
+    };
+    let node = &placed["placement"]["plan"]["nodes"][0]["host"];
+    let near = memory("near");
+    assert_eq!(near["nodes"], serde_json::json!({"policy": "bind", "nodes": [node]}), "{near}");
+    assert!(near["bytes"][node.to_string()].as_u64() > Some(0), "{near}");
+    assert!(memory("far")["nodes"].is_null());
+    let words = format!("; new pages: bound to node {node}\n");
+    assert!(lab.good(&["zone", "inspect", "near"]).contains(&words));
+    assert!(
+        lab.good(&["topology", "plan"]).contains(&format!("memory of the zone near: bound to node {node}"))
+    );
 
     signal(u32::try_from(first).unwrap(), "KILL");
     let (second, _) = switch(&lab, |process, cpus| process != first && runs_on(process) == cpus);

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::numa::{self, Nodes};
 use crate::{Error, Result};
 
 /// The kind of a zone's memory.
@@ -35,15 +36,24 @@ impl Backing {
         }
     }
 
-    /// Makes the memory, `size` bytes, zeroed. A file must not exist yet.
-    pub(crate) fn create(&self, name: &str, size: u64) -> Result<File> {
+    /// Makes the memory, `size` bytes, zeroed, on these NUMA nodes. A file must not exist yet.
+    pub(crate) fn create(&self, name: &str, size: u64, nodes: Option<&Nodes>) -> Result<File> {
         let what = self.describe(name);
         let length = libc::off_t::try_from(size).map_err(|_| Error::Config {
             zone: name.to_owned(),
             why: format!("{size} bytes is too large"),
         })?;
+        let place = |file: &File| match nodes {
+            Some(nodes) => numa::place(file.as_fd(), size, nodes)
+                .map_err(|e| Error::io(format!("{what}: memory {nodes}"), e)),
+            None => Ok(()),
+        };
         match self {
-            Backing::Memfd => sealed_memfd(name, length, 0, &what),
+            Backing::Memfd => {
+                let file = sealed_memfd(name, length, 0, &what)?;
+                place(&file)?;
+                Ok(file)
+            }
             Backing::Hugetlb(page) => {
                 if !page.is_power_of_two() || *page < 4096 || size % page != 0 {
                     return Err(Error::Config {
@@ -53,6 +63,7 @@ impl Backing {
                 }
                 let flags = libc::MFD_HUGETLB | page.trailing_zeros() << libc::MFD_HUGE_SHIFT;
                 let file = sealed_memfd(name, length, flags, &what)?;
+                place(&file)?;
                 // Without this a lack of huge pages would raise SIGBUS in the member that touches the last one.
                 // SAFETY: a descriptor of our own.
                 if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length) } != 0 {

@@ -2,6 +2,7 @@
 //! `tombolo zone`: works on zones in files; [`describe`] also serves callers with the zones of a running project.
 
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -10,6 +11,7 @@ use serde::Serialize;
 use tombolo_control::Size;
 
 use crate::header::Header;
+use crate::numa::{self, Memory};
 use crate::serve::invitation::Invitation;
 use crate::serve::start;
 use crate::{Backing, Member, MemberState, Rights, Zone, ZoneConfig};
@@ -101,6 +103,8 @@ pub struct Description {
     pub heartbeat_ns: u64,
     /// Its members.
     pub members: Vec<Member>,
+    /// The places of its memory, where they were looked at.
+    pub memory: Option<Memory>,
 }
 
 /// Collects the description of a zone.
@@ -111,6 +115,7 @@ pub fn describe(zone: &Zone, path: Option<&Path>) -> crate::Result<Description> 
         owned: zone.has_owner()?,
         heartbeat_ns: zone.pulse()?.0,
         members: zone.members()?,
+        memory: None,
     })
 }
 
@@ -132,7 +137,8 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
         }
         Command::Inspect { path } => {
             let zone = Zone::open(&path, false)?;
-            show(&describe(&zone, Some(&path))?, json, out)?;
+            let memory = numa::look(zone.as_fd(), zone.size()).context("its memory can't be looked at")?;
+            show(&Description { memory, ..describe(&zone, Some(&path))? }, json, out)?;
         }
         Command::Invite { zone, name, read_only, only } => {
             let rights = if read_only { Rights::READ_ONLY } else { Rights::READ_WRITE };
@@ -204,6 +210,9 @@ pub fn show(zone: &Description, json: bool, out: &mut dyn Write) -> anyhow::Resu
     }
     writeln!(out, "size     {}", Size(zone.header.size))?;
     writeln!(out, "owner    {}", if zone.owned { "running" } else { "none" })?;
+    if let Some(memory) = &zone.memory {
+        writeln!(out, "memory   {}", places(memory, zone.header.size))?;
+    }
     for area in &zone.header.areas {
         let kind = area.kind.to_string();
         writeln!(out, "area     {kind:<8} {:<16} {:>10} at {:#x}", area.name, Size(area.len), area.offset)?;
@@ -220,6 +229,20 @@ pub fn show(zone: &Description, json: bool, out: &mut dyn Write) -> anyhow::Resu
         )?;
     }
     Ok(())
+}
+
+/// The places of a zone's memory in words.
+fn places(memory: &Memory, size: u64) -> String {
+    let on = |(node, bytes): (&u32, &u64)| format!("{} KiB on node {node}", bytes >> 10);
+    let mut parts: Vec<String> = memory.bytes.iter().map(on).collect();
+    if parts.is_empty() {
+        parts.push("no page exists yet".into());
+    }
+    if memory.looked_at < size {
+        parts.push(format!("{} of {} looked at", Size(memory.looked_at), Size(size)));
+    }
+    let new = memory.nodes.as_ref().map_or("to the node that touches them first".into(), ToString::to_string);
+    format!("{}; new pages: {new}", parts.join(", "))
 }
 
 fn state_word(member: &Member) -> &'static str {
@@ -294,8 +317,21 @@ mod tests {
         assert_eq!(shown["name"], "data");
         assert_eq!(shown["areas"][0]["kind"], "sync");
         assert_eq!(shown["owned"], false);
+        assert!(shown["memory"].is_null() || shown["memory"]["bytes"].is_object(), "{shown}");
         text(Command::Rm { paths: vec![path.clone()] }, false);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_places_of_a_zones_memory_are_said_in_words() {
+        let nodes = crate::numa::Nodes::Bind(vec![1]);
+        let bytes = std::collections::BTreeMap::from([(0, 8192), (1, 1 << 30)]);
+        let some = Memory { nodes: Some(nodes), bytes, looked_at: 1 << 30 };
+        let text = "8 KiB on node 0, 1048576 KiB on node 1, 1G of 4G looked at; new pages: bound to node 1";
+        assert_eq!(places(&some, 4 << 30), text);
+        let none = Memory { nodes: None, bytes: std::collections::BTreeMap::new(), looked_at: 8 << 20 };
+        let text = "no page exists yet; new pages: to the node that touches them first";
+        assert_eq!(places(&none, 8 << 20), text);
     }
 
     #[test]

@@ -21,6 +21,7 @@
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
 //! - [`door`]: listening sockets without a name, which only the same user reaches.
 //! - [`keep`]: descriptors that outlive an execve.
+//! - [`numa`]: the NUMA nodes of a zone's memory.
 //! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
@@ -38,6 +39,7 @@ pub mod keep;
 pub mod liveness;
 pub mod mem;
 pub mod member;
+pub mod numa;
 pub mod pci;
 pub mod serve;
 pub mod zone;

@@ -15,6 +15,7 @@ use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
 use crate::liveness::{self, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte};
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
+use crate::numa::Nodes;
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
@@ -34,12 +35,14 @@ pub struct ZoneConfig {
     pub backing: Backing,
     /// Its areas; `None`: [`header::default_areas`].
     pub areas: Option<Vec<AreaConfig>>,
+    /// The NUMA nodes of its memory; `None`: the node of the member that touches a page first.
+    pub nodes: Option<Nodes>,
 }
 
 impl ZoneConfig {
     /// Describes a zone in a memfd with the default areas.
     pub fn new(name: impl Into<String>, size: u64) -> ZoneConfig {
-        ZoneConfig { name: name.into(), size, backing: Backing::Memfd, areas: None }
+        ZoneConfig { name: name.into(), size, backing: Backing::Memfd, areas: None, nodes: None }
     }
 
     /// Sets another backing.
@@ -51,6 +54,12 @@ impl ZoneConfig {
     /// Sets other areas.
     pub fn areas(mut self, areas: Vec<AreaConfig>) -> ZoneConfig {
         self.areas = Some(areas);
+        self
+    }
+
+    /// Takes its memory from these NUMA nodes, where it is no file on a disk.
+    pub fn nodes(mut self, nodes: Nodes) -> ZoneConfig {
+        self.nodes = Some(nodes);
         self
     }
 }
@@ -97,7 +106,7 @@ impl Zone {
         name_to(&config.name, "its name", &config.name)?;
         let default = header::default_areas();
         let areas = header::layout(&config.name, config.size, config.areas.as_deref().unwrap_or(&default))?;
-        let file = config.backing.create(&config.name, config.size)?;
+        let file = config.backing.create(&config.name, config.size, config.nodes.as_ref())?;
         let made = Self::format(file, config, areas);
         if let (Err(_), Backing::File(path)) = (&made, &config.backing) {
             let _ = std::fs::remove_file(path);

@@ -651,6 +651,13 @@ int tmb_sem_value(tmb_sync *s, tmb_object at, uint32_t *value)
 
 /* --- mutexes ------------------------------------------------------------------------------------------------------------- */
 
+/* Gives a lock back that lock_try() took. A dead owner's word is restored, since no process was told of the death yet. */
+static void give_back(tmb_sync *s, tmb_u32 index, int got)
+{
+	tmb_cas64(&object_at(s, index)->value, s->lock_word, got == -EOWNERDEAD ? tmb_lock_word(TMB_MAX_MEMBERS, 0, 0) : 0);
+	wake_waiters(s, index);
+}
+
 static int try_mutex(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg)
 {
 	int got;
@@ -661,7 +668,7 @@ static int try_mutex(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_
 	got = lock_try(s, &o->value);
 	/* Destroyed and created again in between: another object. */
 	if (got && tmb_load_acquire(&o->generation) != at.generation) {
-		tmb_cas64(&o->value, s->lock_word, 0);
+		give_back(s, at.index, got);
 		return -EIDRM;
 	}
 	return got;
@@ -806,13 +813,12 @@ int tmb_rwlock_wrlock(tmb_sync *s, tmb_object at, int64_t timeout_ns)
 	got = wait_for(s, o, at, 0, timeout_ns, try_no_readers);
 	if (got > 0)
 		return result(locked);
-	/* The wait ended: readers that wait for this writer go on. A dead writer's word is restored, since no process was told of the
-	 * death yet. */
-	if (locked == -EOWNERDEAD)
-		tmb_cas64(&o->value, s->lock_word, tmb_lock_word(TMB_MAX_MEMBERS, 0, 0));
-	else
-		tmb_cas64(&o->value, s->lock_word, 0);
-	wake_waiters(s, at.index);
+	/*
+	 * The wait ended: readers that wait for this writer go on. If the object was destroyed, its word is no lock of this writer's: the successor's may
+	 * already be another thread's of this process.
+	 */
+	if (tmb_load_acquire(&o->generation) == at.generation)
+		give_back(s, at.index, locked);
 	return got;
 }
 

@@ -2,13 +2,16 @@
 //! FUSE mounts of one zone by several processes, each a member. Needs root and /dev/fuse.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tempfile::TempDir;
+use tombolo_files::fs::{Filesystem, ROOT};
+use tombolo_files::target::Target;
 use tombolo_zone::{Backing, Rights, Role, Zone, ZoneConfig};
 
 fn files(args: &[&str]) -> Output {
@@ -683,6 +686,35 @@ fn opening_a_name_that_another_mount_makes_at_that_moment_never_says_that_it_exi
         (open_all("a"), b.join().expect("no panic"))
     });
     assert!(a.is_empty() && b.is_empty(), "{a:?} {b:?}");
+}
+
+#[test]
+fn a_folder_that_another_member_removes_while_it_is_made_was_made() {
+    const COUNT: usize = 300;
+    let rig = Rig::new();
+    let target = Target::open(&rig.zone, true, None).expect("the zone");
+    let (area, joined) = target.join(Some("remover")).expect("a membership");
+    let core = Filesystem::open(area).expect("its files");
+    let (made, removed) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let errors = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while made.load(Ordering::Acquire) < COUNT {
+                if core.rmdir(ROOT, b"x", None).is_ok() {
+                    removed.fetch_add(1, Ordering::Release);
+                }
+            }
+        });
+        let mut errors = Vec::new();
+        while made.load(Ordering::Acquire) < COUNT {
+            errors
+                .extend(fs::create_dir(rig.at("a/x")).err().filter(|e| e.kind() != ErrorKind::AlreadyExists));
+            made.store(removed.load(Ordering::Acquire) + errors.len(), Ordering::Release);
+        }
+        errors
+    });
+    drop(core);
+    joined.expect("a member of a zone").leave().expect("it leaves");
+    assert!(errors.is_empty(), "{errors:?}");
 }
 
 /// Words of the lock of an inode, of those that mkfs makes room for.

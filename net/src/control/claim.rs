@@ -16,8 +16,8 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::geteuid;
 
-/// How long to wait for a holder. One that takes longer is no keeper that ends, but a running switch with the same ports.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// The longest wait for a holder. One that takes longer is no keeper that ends, but a running switch with the same ports.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A claim, held until it is dropped.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl Claim {
         (tcp, udp).hash(&mut hasher);
         let name = format!("tombolo-net-{}-{:016x}", geteuid().as_raw(), hasher.finish());
         let address = SocketAddr::from_abstract_name(&name)?;
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             match UnixListener::bind_addr(&address) {
                 Err(err) if err.kind() == io::ErrorKind::AddrInUse => {}

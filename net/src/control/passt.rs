@@ -29,7 +29,7 @@ const LASTING: Duration = Duration::from_secs(10);
 /// Where the connections of an uplink come from.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    /// The socket of a passt of somebody else.
+    /// The socket of a passt that the user has started.
     Socket(PathBuf),
     /// A program that is started for each connection and ends with it. It forwards these TCP and UDP ports of the host.
     Program(PathBuf, Vec<String>, Vec<String>),

@@ -61,7 +61,7 @@ impl Switch {
         answer["ports"].as_array().unwrap().iter().find(|p| p["name"] == name).cloned()
     }
 
-    /// Whether frames can pass at the port of this name.
+    /// Returns whether frames can pass at the port of this name.
     pub fn is_up(&self, name: &str) -> bool {
         self.port(name).unwrap()["up"].as_bool().unwrap()
     }

@@ -4,17 +4,20 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
+use serde::Serialize;
 
 use crate::address::Address;
 use crate::bind::{Kernel, Record, Store, bind, reclaim, release};
-use crate::device::Device;
+use crate::device::{Device, VFIO};
 use crate::host::Host;
+use crate::mappings::{self, Mappings};
 use crate::plan::plan;
 
 /// The commands of `tombolo passthrough`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Devices, their groups, and what the host would lose with each
+    /// Devices, their groups, what the host would lose with each, and the IOMMU's pages of those that VMs have
+    #[command(visible_alias = "ls")]
     List {
         /// Bridges and devices without a group too
         #[arg(long)]
@@ -108,7 +111,8 @@ fn list(host: &Host, store: &Store, all: bool, json: bool) -> Result<ExitCode> {
     let devices = host.devices()?;
     let shown = || devices.values().filter(|d| all || (!d.is_bridge() && d.group.is_some()));
     if json {
-        println!("{}", serde_json::to_string(&shown().collect::<Vec<_>>())?);
+        let listed = |device| Listed { device, mappings: of_vm(host, device) };
+        println!("{}", serde_json::to_string(&shown().map(listed).collect::<Vec<_>>())?);
         return Ok(ExitCode::SUCCESS);
     }
     if !host.has_iommu() {
@@ -122,8 +126,26 @@ fn list(host: &Host, store: &Store, all: bool, json: bool) -> Result<ExitCode> {
     );
     for device in shown() {
         println!("{}", line(device, store.get(device.address)?.as_ref()));
+        if let Some(mappings) = of_vm(host, device) {
+            println!("{:<13}{mappings}", "");
+        }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A device in the output of `list --json`.
+#[derive(Serialize)]
+struct Listed<'a> {
+    #[serde(flatten)]
+    device: &'a Device,
+    /// Of a device that a VM has.
+    mappings: Option<Mappings>,
+}
+
+/// The mappings of a device, if it is with vfio-pci and a VM has it.
+fn of_vm(host: &Host, device: &Device) -> Option<Mappings> {
+    device.driver.as_deref().filter(|driver| *driver == VFIO)?;
+    mappings::of_device(host, device.address)
 }
 
 fn line(device: &Device, record: Option<&Record>) -> String {

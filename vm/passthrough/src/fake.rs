@@ -62,6 +62,12 @@ impl Tree {
         fs::write(path, content).unwrap();
     }
 
+    pub(crate) fn link(&self, path: &str, target: &str) {
+        let path = self.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        symlink(target, path).unwrap();
+    }
+
     fn device(&self, address: &str, class: u32, driver: &str, group: u32) {
         let real = format!("sys/devices/pci0000:00/{address}");
         for (file, content) in [

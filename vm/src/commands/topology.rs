@@ -21,6 +21,7 @@ use tombolo_topology::plan::{Plan, Rules, VmPlan};
 use tombolo_topology::qemu::Vendor;
 use tombolo_topology::request::{Pages, Part};
 use tombolo_topology::{affinity, apply, cli, gather, interrupts, read};
+use tombolo_zone::numa::Nodes;
 
 use crate::commands::cli::{File, say};
 use crate::commands::client;
@@ -142,7 +143,8 @@ fn plan(project: &Project, synthetic: Option<&str>, json: bool) -> anyhow::Resul
         let spec = project.compose.vm.get(&vm.name)?;
         Some((vm.name.clone(), placement::dedicated(vm, spec, Hypervisor::Kvm)))
     });
-    let planned = Planned { plan: &plan, services, isolated, dedicated: dedicated.collect() };
+    let zones = services::planned_zones(&project.compose, &plan.vms);
+    let planned = Planned { plan: &plan, services, isolated, zones, dedicated: dedicated.collect() };
     if json {
         say(&serde_json::to_string_pretty(&planned)?)?;
     } else {
@@ -158,6 +160,8 @@ struct Planned<'a> {
     plan: &'a Plan,
     services: Vec<Service>,
     isolated: Vec<Isolated>,
+    /// The nodes of zones' memory.
+    zones: BTreeMap<String, Nodes>,
     /// By VM; nothing of it under TCG.
     dedicated: BTreeMap<String, Dedicated>,
 }
@@ -182,10 +186,13 @@ fn isolated(compose: &Compose, plans: &[VmPlan], here: bool) -> Vec<Isolated> {
     wanting.map(of).collect()
 }
 
-fn describe(Planned { plan, services, isolated, dedicated }: &Planned<'_>) -> String {
+fn describe(Planned { plan, services, isolated, zones, dedicated }: &Planned<'_>) -> String {
     let mut text: String = plan.vms.iter().map(describe_vm).collect();
     for service in services {
         text.push_str(&format!("{}: CPUs {}\n", service.title(), service.cpus));
+    }
+    for (zone, nodes) in zones {
+        text.push_str(&format!("memory of the zone {zone}: {nodes}\n"));
     }
     for (vm, dedicated) in dedicated.iter().filter(|(_, dedicated)| !dedicated.names().is_empty()) {
         text.push_str(&format!("under KVM {vm} has {}\n", dedicated.names().join(", ")));

@@ -223,7 +223,7 @@ fn reclaim(kernel: &mut dyn Cgroups, store: &Store) -> anyhow::Result<Vec<PathBu
 /// Checks that a VM in a cgroup below `parent` could have these CPUs for itself. Nothing is changed.
 ///
 /// # Errors
-/// What is missing, where, and the remedy.
+/// Something is missing; the error names the place and the remedy.
 pub fn check(parent: &Path, cpus: &CpuSet) -> anyhow::Result<()> {
     check_on(linux(), parent, cpus)
 }

@@ -33,7 +33,7 @@ pub struct Placement {
     /// The cgroup partition of its vCPUs.
     #[serde(default)]
     pub partition: Option<PathBuf>,
-    /// What KVM gives it; nothing under TCG.
+    /// The features of CPUs of its own; none under TCG.
     #[serde(default)]
     pub dedicated: Dedicated,
 }
@@ -101,7 +101,7 @@ pub fn of_starting<'a>(
 /// Checks that a VM that says `isolate` could have its CPUs for itself. Nothing is changed.
 ///
 /// # Errors
-/// What is missing, where, and the remedy.
+/// Something is missing; the error names the place and the remedy.
 pub fn check_isolation(compose: &Compose, vm: &str, plan: &VmPlan) -> anyhow::Result<()> {
     if !compose.vm.get(vm).is_some_and(|spec| spec.isolate) {
         return Ok(());
@@ -110,7 +110,7 @@ pub fn check_isolation(compose: &Compose, vm: &str, plan: &VmPlan) -> anyhow::Re
     checked.with_context(|| format!("vm.{vm}.isolate"))
 }
 
-/// What KVM gives a VM that lies on a part of this host.
+/// Returns the features that KVM gives a VM that lies on a part of this host.
 pub fn dedicated(plan: &VmPlan, spec: &VmSpec, hypervisor: Hypervisor) -> Dedicated {
     match hypervisor {
         Hypervisor::Kvm => Dedicated::of(plan, spec.isolate, spec.cpu_pm, &HostFlags::read()),

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The CPUs of processes that serve VMs: the switch of a network, the server of an accelerator. Those of VMs with `topology` run on reserved CPUs of
+//! The CPUs and nodes of what VMs share: the switch of a network, the server of an accelerator, the memory of a zone. Those of VMs with `topology` run on reserved CPUs of
 //! their VMs' nodes, where QEMU's own threads run too.
+
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tombolo_topology::cpus::CpuSet;
 use tombolo_topology::plan::VmPlan;
+use tombolo_zone::numa::Nodes;
 
-use crate::compose::Compose;
+use crate::compose::{Backing, Compose};
 use crate::project::changes::Kind;
 
 /// A process that serves VMs.
@@ -70,6 +73,48 @@ pub fn planned(compose: &Compose, plans: &[VmPlan]) -> Vec<Service> {
     networks.chain(accelerators).filter(|service| !service.cpus.is_empty()).collect()
 }
 
+/// The host's nodes for the memory of a zone whose VMs lie on these parts of the host: those of their CPUs. `None`: no such VM uses it.
+pub fn zone_nodes<'a>(users: impl Iterator<Item = &'a VmPlan>) -> Option<Nodes> {
+    let mut nodes: Vec<u32> = users
+        .flat_map(|plan| plan.vcpus.iter().filter_map(|vcpu| Some(plan.nodes.get(vcpu.node as usize)?.host)))
+        .collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    match nodes.len() {
+        0 => None,
+        1 => Some(Nodes::Bind(nodes)),
+        _ => Some(Nodes::Interleave(nodes)),
+    }
+}
+
+/// Those of `nodes` that have room for a zone of `size` bytes; `free`: bytes that a node can give. `None`: the kernel decides, since a bound
+/// zone that outgrows its nodes ends its members.
+pub fn with_room(nodes: Nodes, size: u64, free: impl Fn(u32) -> Option<u64>) -> Option<Nodes> {
+    let (Nodes::Bind(list) | Nodes::Interleave(list)) = &nodes;
+    let share = size / list.len().max(1) as u64;
+    list.iter().all(|node| free(*node).is_none_or(|free| free >= share)).then_some(nodes)
+}
+
+/// Bytes that a node of this host can give: free ones, and the page cache.
+pub fn free_of(node: u32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/sys/devices/system/node/node{node}/meminfo")).ok()?;
+    let of = |name: &str| {
+        let line = text.lines().find_map(|line| line.split_once(name)).map(|(_, value)| value);
+        line?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
+    };
+    Some((of("MemFree:")? + of("FilePages:").unwrap_or(0)) << 10)
+}
+
+/// The nodes of a compose file's zones, as far as its VMs with `topology` choose them.
+pub fn planned_zones(compose: &Compose, plans: &[VmPlan]) -> BTreeMap<String, Nodes> {
+    let memory = compose.zone.iter().filter(|(_, spec)| !matches!(spec.backing, Backing::File(_)));
+    let chosen = memory.filter_map(|(name, _)| {
+        let uses = |plan: &&VmPlan| compose.vm.get(&plan.name).is_some_and(|vm| vm.zones.contains_key(name));
+        Some((name.clone(), zone_nodes(plans.iter().filter(uses))?))
+    });
+    chosen.collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,15 +122,21 @@ mod tests {
     use crate::machine::placement::requests;
     use tombolo_topology::plan::{Rules, plan};
 
-    /// The processes of a compose file on a host with two nodes of four CPUs.
-    fn services(text: &str) -> Vec<(String, String)> {
+    /// A compose file, and its plan on a host with two nodes of four CPUs.
+    fn planned_here(text: &str) -> (Compose, Vec<VmPlan>) {
         let project = Project::parse(std::path::Path::new("/p/tombolo.toml"), text).unwrap();
-        let compose = &project.compose;
+        let compose = project.compose;
         let host = tombolo_topology::read::synthetic("package:2 [numa(memory=16GiB)] core:4 pu:1").unwrap();
         let rules = Rules { reserve: compose.reserve, ..Rules::default() };
         let requests = requests(compose.vm.iter().map(|(name, spec)| (name.as_str(), spec)));
-        let plan = plan(&host, &rules, &requests).unwrap();
-        let services = planned(compose, &plan.vms);
+        let plans = plan(&host, &rules, &requests).unwrap().vms;
+        (compose, plans)
+    }
+
+    /// The processes of a compose file.
+    fn services(text: &str) -> Vec<(String, String)> {
+        let (compose, plans) = planned_here(text);
+        let services = planned(&compose, &plans);
         services.iter().map(|service| (service.title(), service.cpus.to_string())).collect()
     }
 
@@ -101,5 +152,28 @@ mod tests {
         let expected = [("switch of both", "0,4"), ("switch of lan", "4"), ("server of cl", "4")];
         assert_eq!(services(&format!("reserve = 1\n{VMS}")), named(&expected));
         assert_eq!(services(VMS), named(&[]), "without reserved CPUs the kernel decides");
+    }
+
+    #[test]
+    fn the_memory_of_a_zone_comes_from_the_nodes_of_its_vms() {
+        let zones = ["one", "both", "nobody", "free"].map(|name| format!("[zone.{name}]\nsize = \"8M\"\n"));
+        let vms = "[zone.file]\nsize = \"8M\"\nbacking = \"./f\"\n\
+             [vm.a]\ntopology = \"node:1\"\nzones = { one = {}, both = {}, file = {} }\n\
+             [vm.b]\ntopology = \"node:0\"\nzones = { both = {} }\n[vm.c]\nzones = { free = {}, one = {} }\n";
+        let (compose, plans) = planned_here(&(zones.concat() + vms));
+        let expected = [("both", Nodes::Interleave(vec![0, 1])), ("one", Nodes::Bind(vec![1]))];
+        let expected = expected.map(|(name, nodes)| (name.to_owned(), nodes));
+        assert_eq!(planned_zones(&compose, &plans), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn a_zone_that_its_nodes_have_no_room_for_is_bound_to_none() {
+        let free = |node: u32| [Some(10), Some(4), None].get(node as usize).copied().flatten();
+        let both = Nodes::Interleave(vec![0, 1]);
+        assert_eq!(with_room(both.clone(), 8, free), Some(both.clone()));
+        assert_eq!(with_room(both, 10, free), None);
+        assert_eq!(with_room(Nodes::Bind(vec![1]), 5, free), None);
+        assert!(with_room(Nodes::Bind(vec![2]), 5, free).is_some(), "a node that says nothing");
+        assert!(free_of(u32::MAX).is_none());
     }
 }

@@ -18,6 +18,7 @@ use tombolo_calls::zone::{Area, RING};
 use tombolo_zone::doorbell::handover::{Paused, ServerState};
 use tombolo_zone::doorbell::{DoorbellServer, Event};
 use tombolo_zone::keep::{Keep, Kept};
+use tombolo_zone::numa::Nodes;
 use tombolo_zone::zone::handover::ZoneState as ZoneMemory;
 use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneConfig};
 
@@ -67,17 +68,18 @@ pub struct Invitation {
 }
 
 impl HostZone {
-    /// Makes the zone, with a file system if it wants one, or takes over the one that its file holds.
+    /// Makes the zone, with a file system if it wants one, or takes over the one that its file holds. Memory that is made comes from these nodes of the
+    /// host, or from any where they can't give it.
     ///
     /// # Errors
     /// Names the zone's key and the remedy; a zone that another process holds is 'in use'.
-    pub fn open(name: &str, spec: &ZoneSpec) -> anyhow::Result<HostZone> {
+    pub fn open(name: &str, spec: &ZoneSpec, nodes: Option<Nodes>) -> anyhow::Result<HostZone> {
         let config = ZoneConfig::new(name, spec.size.0);
         let (zone, new) = match &spec.backing {
-            Backing::Memfd => (Zone::create(&config)?, true),
+            Backing::Memfd => (create(&config, nodes)?, true),
             Backing::Hugetlb => {
                 let config = config.backing(tombolo_zone::Backing::Hugetlb(HUGE_PAGE));
-                (Zone::create(&config).with_context(|| format!("zone.{name}.backing"))?, true)
+                (create(&config, nodes).with_context(|| format!("zone.{name}.backing"))?, true)
             }
             Backing::File(path) if path.exists() => (take_over(name, spec, path)?, false),
             Backing::File(path) => {
@@ -306,6 +308,17 @@ fn listen(name: &str, events: Receiver<Event>) -> std::io::Result<()> {
         }
     };
     std::thread::Builder::new().name(format!("zone-{name}")).spawn(listen).map(drop)
+}
+
+/// Makes a zone, if possible on these nodes.
+fn create(config: &ZoneConfig, nodes: Option<Nodes>) -> tombolo_zone::Result<Zone> {
+    if let Some(nodes) = nodes {
+        match Zone::create(&config.clone().nodes(nodes)) {
+            Err(e) => crate::say!("the zone '{}' is where the kernel puts it: {e}", config.name),
+            made => return made,
+        }
+    }
+    Zone::create(config)
 }
 
 fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {

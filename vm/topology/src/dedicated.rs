@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What KVM gives a VM whose vCPUs have CPUs of their own, and a VM that shares its CPUs must not have. TCG knows none of it.
+//! Features that KVM gives a VM whose vCPUs have CPUs of their own; a VM that shares its CPUs must not have them. TCG has none of them.
 //!
 //! - `kvm-hint-dedicated`: the guest's kernel takes its own spinlocks in place of the paravirtual ones, since no vCPU is preempted for long (Linux
 //!   `Documentation/virt/kvm/x86/cpuid.rst`, KVM_HINTS_REALTIME).
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::plan::VmPlan;
 use crate::qemu::Argument;
 
-/// What a VM has of it.
+/// The features of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dedicated {
     /// `kvm-hint-dedicated`.

@@ -13,6 +13,7 @@
 //! - [`handover`]: the server as the next program of its process goes on with it.
 //! - `host`: the socket at which host processes other than the owner connect.
 
+mod allowance;
 pub mod client;
 pub mod handover;
 mod host;

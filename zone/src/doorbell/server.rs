@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::allowance::{Allowance, MAX_CONNECTIONS};
 use super::client::Bell;
 use super::handover::{ClientState, Paused, ServerState, Taken};
 use super::process::Process;
@@ -26,8 +27,6 @@ use crate::{Error, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
 const MAX_BACKLOG: usize = 1024;
-/// Connections that one call of [`DoorbellServer::listen`] is good for: peer ids are not used twice, and there are 65536.
-const MAX_CONNECTIONS: u32 = 256;
 /// Connected processes of the host that have not sent their member number yet.
 const MAX_UNNAMED: usize = 16;
 
@@ -254,7 +253,7 @@ fn is_stale(path: &Path) -> bool {
 struct Listening {
     listener: UnixListener,
     path: PathBuf,
-    connections_left: u32,
+    allowance: Allowance,
 }
 
 struct Client {
@@ -304,7 +303,8 @@ impl Work {
             while let Ok(command) = self.commands.try_recv() {
                 match command {
                     Command::Listen { member, listener, path } => {
-                        let listening = Listening { listener, path, connections_left: MAX_CONNECTIONS };
+                        let listening =
+                            Listening { listener, path, allowance: Allowance::new(Instant::now()) };
                         if let Some(old) = self.listeners.insert(member, listening) {
                             self.forget(member, old);
                         }
@@ -421,12 +421,12 @@ impl Work {
                 return;
             }
         };
-        match listening.connections_left.checked_sub(1) {
-            Some(left) => listening.connections_left = left,
-            None => {
-                self.refuse(Some(member), format!("it has connected {MAX_CONNECTIONS} times; listen again"));
-                return;
-            }
+        if !listening.allowance.take(Instant::now()) {
+            let why = format!(
+                "it has connected more than {MAX_CONNECTIONS} times in a short time; it may again in a few seconds"
+            );
+            self.refuse(Some(member), why);
+            return;
         }
         let process = Process::of(&stream);
         self.join(member, stream, process);

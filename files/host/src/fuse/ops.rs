@@ -116,22 +116,18 @@ impl Server {
             op::READLINK => Ok(Reply::Body(Out(self.fs.readlink(self.nodes.handle(h.node))?))),
             op::SYMLINK => {
                 let (name, target) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
-                let made = self.make(h, h.node, Some(name), S_IFLNK | 0o777, 0, 0, Some(target), false)?;
-                self.entry(made, h.node, name)
+                self.make_closed(h, name, S_IFLNK | 0o777, 0, 0, Some(target))
             }
             op::MKNOD => {
                 let (mode, rdev, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
-                let made =
-                    self.make(h, h.node, Some(name), mode, umask, abi::decode_dev(rdev), None, false)?;
-                self.entry(made, h.node, name)
+                self.make_closed(h, name, mode, umask, abi::decode_dev(rdev), None)
             }
             op::MKDIR => {
                 let (mode, umask) = (u32s(&mut c)?, u32s(&mut c)?);
                 let name = c.name().ok_or_else(short)?;
                 let mode = (mode & !S_IFMT) | S_IFDIR;
-                let made = self.make(h, h.node, Some(name), mode, umask, 0, None, false)?;
-                self.entry(made, h.node, name)
+                self.make_closed(h, name, mode, umask, 0, None)
             }
             op::CREATE | op::TMPFILE => self.create(h, c),
             op::UNLINK => {
@@ -250,8 +246,25 @@ impl Server {
         Ok(Reply::Body(entry_out(&attr)))
     }
 
+    /// Makes an inode with a name and answers with its attributes, also if another member removes the name at once.
+    fn make_closed(
+        &self,
+        h: &Header,
+        name: &[u8],
+        mode: u32,
+        umask: u32,
+        rdev: u64,
+        target: Option<&[u8]>,
+    ) -> Answer<'_> {
+        let made = self.make(h, h.node, Some(name), mode, umask, rdev, target)?;
+        self.nodes.open(&self.fs, made)?;
+        let answer = self.entry(made, h.node, name);
+        self.nodes.release(&self.fs, nodes::number(made))?;
+        answer
+    }
+
     /// Makes an inode by the rules of POSIX: group and set-group-id bit from the directory, mode and ACLs from its default ACL or the
-    /// umask.
+    /// umask. The inode is open: it stays until the caller has closed it.
     #[allow(clippy::too_many_arguments)]
     fn make(
         &self,
@@ -262,7 +275,6 @@ impl Server {
         umask: u32,
         rdev: u64,
         target: Option<&[u8]>,
-        open: bool,
     ) -> Result<Handle> {
         let parent = self.fs.getattr(self.nodes.handle(dir))?;
         let dir = Handle::from(&parent);
@@ -298,7 +310,11 @@ impl Server {
         let attrs: Vec<(&[u8], &[u8])> =
             attrs.iter().map(|(name, value)| (*name, value.as_slice())).collect();
         let xattrs = fs::xattr_image(&attrs);
-        self.fs.create(dir, name, &Create { mode, uid: h.uid, gid, rdev, target, xattrs: &xattrs, open })
+        self.fs.create(
+            dir,
+            name,
+            &Create { mode, uid: h.uid, gid, rdev, target, xattrs: &xattrs, open: true },
+        )
     }
 
     fn xattr_if(&self, attr: &Attr, name: &[u8]) -> Result<Option<Vec<u8>>> {
@@ -317,7 +333,7 @@ impl Server {
         let name = c.name().ok_or_else(short)?;
         let mode = (mode & !S_IFMT) | S_IFREG;
         let named = (h.opcode == op::CREATE).then_some(name);
-        let made = match self.make(h, h.node, named, mode, umask, 0, None, true) {
+        let made = match self.make(h, h.node, named, mode, umask, 0, None) {
             // Another member made the name after the kernel had looked. Without O_EXCL the file is opened with the permission checks
             // of an open: ESTALE has the kernel walk the path again.
             Err(Errno::EXIST) if flags as i32 & libc::O_EXCL == 0 => return Err(Errno::STALE),

@@ -10,11 +10,13 @@ use serde::{Deserialize, Serialize};
 use tombolo_topology::affinity;
 use tombolo_topology::cpus::CpuSet;
 use tombolo_topology::plan::VmPlan;
+use tombolo_zone::numa::Nodes;
 
 use super::{Inner, Supervisor};
+use crate::compose::{Project, VmSpec, ZoneSpec};
 use crate::machine::Machine;
 use crate::project::changes::Kind;
-use crate::project::services::{Service, taken};
+use crate::project::services::{self, Service, taken};
 
 /// Processes that were confined.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -59,6 +61,32 @@ impl Inner {
 }
 
 impl Supervisor {
+    /// The nodes for the memory of a zone that is about to be made: those of VMs that run or are about to be started.
+    pub(super) fn zone_nodes(
+        &self,
+        project: &Project,
+        zone: &str,
+        spec: &ZoneSpec,
+        starting: &BTreeMap<String, VmPlan>,
+    ) -> Option<Nodes> {
+        let inner = self.lock();
+        let uses = |vm: &VmSpec| vm.zones.contains_key(zone);
+        let running = inner.machines.values().filter(|machine| !machine.has_ended() && uses(machine.spec()));
+        let starting = starting
+            .iter()
+            .filter(|(vm, _)| project.compose.vm.get(*vm).is_some_and(uses))
+            .map(|(_, plan)| plan);
+        let nodes = services::zone_nodes(running.filter_map(|machine| machine.plan()).chain(starting))?;
+        let placed = services::with_room(nodes.clone(), spec.size.0, services::free_of);
+        if placed.is_none() {
+            crate::say!(
+                "the zone '{zone}' is where the kernel puts it: {} there is too little room for it",
+                nodes
+            );
+        }
+        placed
+    }
+
     /// Confines the processes that serve VMs to their CPUs, and places the interrupts of passed-through devices.
     pub(super) fn tend_places(&self) {
         let (services, machines): (Vec<Service>, Vec<Arc<Machine>>) = {

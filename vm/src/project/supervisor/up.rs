@@ -66,7 +66,7 @@ impl Supervisor {
         self.check_not_ending()?;
         self.announce(&actions, reporter);
         self.clear_away(&actions, reporter)?;
-        let added = self.add_parts(project, &actions)?;
+        let added = self.add_parts(project, &actions, &placements)?;
 
         let wanted = wanted(ready, &hypervisors, placements);
         let starting: BTreeSet<String> = wanted.iter().map(|vm| vm.name.clone()).collect();
@@ -96,11 +96,16 @@ impl Supervisor {
     }
 
     /// Opens the zones of the project that are missing, and starts the networks and accelerators that the plan's VMs lack.
-    fn add_parts(&self, project: Project, actions: &[Action]) -> anyhow::Result<Added> {
+    fn add_parts(
+        &self,
+        project: Project,
+        actions: &[Action],
+        placements: &BTreeMap<String, VmPlan>,
+    ) -> anyhow::Result<Added> {
         let mut zones = BTreeMap::new();
         for (name, spec) in &project.compose.zone {
             if !self.lock().zones.contains_key(name) {
-                let zone = HostZone::open(name, spec)?;
+                let zone = HostZone::open(name, spec, self.zone_nodes(&project, name, spec, placements))?;
                 if let Err(e) = self.dir.link_zone(name, &zone.path()) {
                     crate::say!("the zone '{name}' has no path of its name: {e}");
                 }

@@ -3,7 +3,7 @@
 //! sends bursts of 32 frames to the other. Under callgrind only the passes are counted:
 //!
 //! ```text
-//! cargo build --release -p tombolo-net --example per_frame
+//! cargo build --release -p tombolo-net-load --example per_frame
 //! valgrind --tool=callgrind --cache-sim=yes --toggle-collect='*Forwarder*pass*' --callgrind-out-file=/dev/null \
 //!     target/release/examples/per_frame packed 1000
 //! ```

@@ -4,7 +4,7 @@
 //! to back and (wake-up) with a rest of 1 ms before each, after which the other side is asleep. An argument other than cargo's is the number
 //! of repetitions; `TOMBOLO_KERNELS` names the guests' kernel.
 
-#[path = "../../tests/common/mod.rs"]
+#[path = "../../zone/tests/common/mod.rs"]
 mod common;
 
 use std::sync::Arc;
