@@ -53,12 +53,13 @@ impl AsRawFd for Event {
     }
 }
 
-/// Checks that a descriptor that a peer sent is an anonymous one (eventfd), not a file whose writing could block, and
-/// makes it non-blocking.
+/// Checks that a descriptor that a peer sent is an eventfd, and makes it non-blocking. Others may block: a file when it is written, and a
+/// set of descriptors (epoll) when it is polled, as long as the file systems of the files in it want.
 ///
 /// # Errors
 /// It is another kind of descriptor.
 pub fn check_peer_event(file: &File) -> io::Result<()> {
+    let other = || io::Error::other("the descriptor sent for a queue is not an eventfd");
     // SAFETY: an all-zero statx is a valid value to be filled in; the descriptor is open, and the name empty.
     unsafe {
         let mut stat: libc::statx = std::mem::zeroed();
@@ -68,14 +69,19 @@ pub fn check_peer_event(file: &File) -> io::Result<()> {
             return Err(io::Error::last_os_error());
         }
         if u32::from(stat.stx_mode) & libc::S_IFMT != 0 {
-            return Err(io::Error::other("the descriptor sent for a queue is not an eventfd"));
+            return Err(other());
         }
         let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
         if flags < 0 || libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) < 0 {
             return Err(io::Error::last_os_error());
         }
     }
-    Ok(())
+    // An eventfd takes a zero at any time, and stays as it is. Of the other anonymous files none that a worker could be held up by
+    // can be written.
+    match (&*file).write(&0u64.to_ne_bytes()) {
+        Ok(8) => Ok(()),
+        _ => Err(other()),
+    }
 }
 
 /// A set of descriptors to wait for.

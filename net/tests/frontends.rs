@@ -98,6 +98,124 @@ fn an_interrupt_that_its_front_end_makes_wait_holds_up_no_other_port() {
     exchange(&mut b, &mut c, 2);
 }
 
+/// Makes the interrupts of `nic` wait: they are full, so a write to one blocks.
+fn fill(nic: &Nic) {
+    for call in &nic.calls {
+        call.clear();
+        call.to_file().unwrap().write_all(&(u64::MAX - 1).to_ne_bytes()).unwrap();
+        rustix::fs::fcntl_setfl(call.to_file().unwrap(), rustix::fs::OFlags::empty()).unwrap();
+    }
+}
+
+/// Returns whether `nic` is interrupted by a new eventfd for a frame from `b`. Afterwards the switch has done all that it does for
+/// that frame.
+fn is_interrupted(nic: &mut Nic, b: &mut Nic, c: &mut Nic) -> bool {
+    let call = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+    nic.front().unwrap().set_vring_call(0, &call).unwrap();
+    // The switch writes to a new eventfd once, since it may have had frames before.
+    call.read().unwrap();
+    while nic.receive().is_some() {}
+    let _used_already = nic.rx.want_signal(&nic.ram);
+    assert!(b.send(&frame(Rig::mac(0), Rig::mac(1), 100, 0)));
+    wait_for("the frame", || nic.peek_used().then_some(()));
+    exchange(b, c, 1);
+    b.reap();
+    exchange(b, c, 2);
+    b.reap();
+    call.read().is_ok()
+}
+
+#[test]
+fn a_front_end_that_makes_interrupts_wait_gets_none_on_any_queue_until_it_connects_anew() {
+    let switch = Switch::start(0, &[]);
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    let mut hostile = switch.guest(0);
+    assert!(is_interrupted(&mut hostile, &mut b, &mut c));
+    // The worker waits for the interrupt of the queue that it sends on.
+    fill(&hostile);
+    assert!(hostile.send(&frame(Rig::mac(1), Rig::mac(0), 100, 0)));
+    wait_for("its frame", || b.receive());
+    exchange(&mut b, &mut c, 1);
+    for _ in 0..3 {
+        assert!(!is_interrupted(&mut hostile, &mut b, &mut c), "one more that the worker may wait for");
+    }
+    drop(hostile);
+    let mut next = switch.guest(0);
+    assert!(is_interrupted(&mut next, &mut b, &mut c));
+    assert!(switch.log().contains("interrupts"), "{}", switch.log());
+}
+
+#[test]
+fn a_kick_whose_poll_waits_is_refused_and_holds_up_no_port() {
+    alone("a_kick_whose_poll_waits_is_refused_and_holds_up_no_port", || {
+        let switch = Switch::start(0, &[]);
+        let (mut b, mut c) = (switch.another(1), switch.another(2));
+        let mut hostile = switch.guest(0);
+        // A set of descriptors, which polls those that were ready.
+        let never = Never::polled_once(1 << 20);
+        let set = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+        let (file, readable) = (never.open(), rustix::event::epoll::EventFlags::IN);
+        let data = rustix::event::epoll::EventData::new_u64(0);
+        rustix::event::epoll::add(&set, &file, data, readable).unwrap();
+        // SAFETY: a descriptor of our own, handed over.
+        let kick = unsafe { EventFd::from_raw_fd(set.into_raw_fd()) };
+        let refused = hostile.front().unwrap().set_vring_kick(1, &kick).is_err();
+        // The workers have adopted all changes before a new port is there.
+        let _another = switch.another(3);
+        exchange(&mut b, &mut c, 1);
+        assert!(refused);
+        assert!(switch.log().contains("is not an eventfd"), "{}", switch.log());
+    });
+}
+
+/// Makes a memfd of `size` bytes.
+fn memfd(size: u64) -> File {
+    // SAFETY: a new descriptor of our own.
+    let file = unsafe { File::from_raw_fd(libc::memfd_create(c"ram".as_ptr(), libc::MFD_CLOEXEC)) };
+    file.set_len(size).unwrap();
+    file
+}
+
+/// A guest that shares regions of these sizes besides its memory, unless the switch refuses one.
+fn sharing(switch: &Switch, file: &File, sizes: &[u64]) -> Option<Nic> {
+    let mut nic = switch.guest(0);
+    let mut at = 1 << 60;
+    for size in sizes {
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: at,
+            memory_size: *size,
+            userspace_addr: at,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        nic.front().unwrap().add_mem_region(&region).ok()?;
+        at += size;
+    }
+    Some(nic)
+}
+
+#[test]
+fn a_front_end_that_shares_more_memory_than_there_is_keeps_others_from_sharing_none() {
+    let switch = Switch::start(0, &[]);
+    let file = memfd(1 << 46);
+    // As much as the switch takes, in pieces of half the size each time.
+    let mut sizes = Vec::new();
+    for size in (12..=46).rev().map(|bits| 1u64 << bits) {
+        while sizes.len() < 120 {
+            let more = [&sizes[..], &[size]].concat();
+            if sharing(&switch, &file, &more).is_none() {
+                break;
+            }
+            sizes = more;
+        }
+    }
+    let hostile = sharing(&switch, &file, &sizes).unwrap();
+    let (mut b, mut c) = (switch.another(1), switch.another(2));
+    exchange(&mut b, &mut c, 1);
+    drop(hostile);
+    assert!(switch.log().contains("more than"), "{}", switch.log());
+}
+
 /// Lets a process open no descriptors from now on but `more`.
 fn limit_descriptors(pid: u32, more: u64) {
     let is_free = |n: &u64| !std::path::Path::new(&format!("/proc/{pid}/fd/{n}")).is_symlink();
@@ -134,14 +252,13 @@ fn a_front_end_that_takes_all_descriptors_holds_up_no_port() {
 fn a_front_end_that_connects_when_too_few_descriptors_are_left_can_connect_later() {
     let switch = Switch::start(0, &["--user", "root"]);
     let socket = switch.dir.path().join("vm");
-    // The threads of earlier answers hold descriptors.
+    // The last thread that a switch starts runs, and those of earlier answers, which hold descriptors, have ended.
     let tasks = format!("/proc/{}/task", switch.child.id());
-    wait_for("the end of answers", || {
-        let mut names = std::fs::read_dir(&tasks).unwrap().flatten();
-        let answers = |t: std::fs::DirEntry| {
-            std::fs::read_to_string(t.path().join("comm")).is_ok_and(|n| n == "net-answer\n")
-        };
-        (!names.any(answers)).then_some(())
+    wait_for("the end of its start and of answers", || {
+        let name = |t: std::fs::DirEntry| std::fs::read_to_string(t.path().join("comm")).ok();
+        let names: Vec<_> = std::fs::read_dir(&tasks).unwrap().flatten().filter_map(name).collect();
+        let has = |name: &str| names.iter().any(|n| n.trim_end() == name);
+        (has("net-link") && !has("net-answer")).then_some(())
     });
     // The call that waits for a connection has a descriptor already; there is none for the duplicate that the switch makes.
     limit_descriptors(switch.child.id(), 0);

@@ -59,7 +59,7 @@ const ALLOWED: &[&[libc::c_long]] = &[
     &[libc::SYS_accept4, libc::SYS_shutdown, libc::SYS_getsockopt, libc::SYS_setsockopt],
     // Type of a descriptor: fstat, and statx for those that front-ends send. Of a path they tell no more than that.
     &[libc::SYS_newfstatat, libc::SYS_statx],
-    // Memory: guests', the switch's own, and the zero pages in place of memory that a front-end cut short.
+    // Memory: guests', the switch's own, the zero pages in place of memory that a front-end cut short, and how much the host has.
     &[
         libc::SYS_munmap,
         libc::SYS_mremap,
@@ -67,6 +67,7 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_brk,
         libc::SYS_memfd_create,
         libc::SYS_ftruncate,
+        libc::SYS_sysinfo,
     ],
     // Threads of ports and of answers.
     &[

@@ -2,8 +2,8 @@
 //! A port: a name and its vrings. Receive and transmit are seen from the guest: it receives from vring 0, 2, 4, … (the switch
 //! writes) and transmits on 1, 3, 5, … (the switch reads).
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use crate::forwarding::learn::{Learned, Outside};
 use crate::forwarding::multicast::Groups;
@@ -42,6 +42,8 @@ pub struct Port {
     pub groups: Groups,
     /// A front-end is connected.
     pub connected: AtomicBool,
+    /// The present front-end has made an eventfd block ([`crate::vring::queue::State::blocks`]).
+    pub blocks: Arc<AtomicBool>,
     /// The time up to which warnings about it have been paid for.
     warned: AtomicU64,
 }
@@ -51,9 +53,15 @@ impl Port {
     #[must_use]
     pub fn new(name: &str, pairs: usize) -> Self {
         let pairs = pairs.clamp(1, MAX_PAIRS);
+        let blocks = Arc::<AtomicBool>::default();
+        let vring = |_| {
+            let vring = Vring::default();
+            vring.lock().blocks = blocks.clone();
+            vring
+        };
         Self {
             name: name.into(),
-            vrings: (0..2 * pairs).map(|_| Vring::default()).collect(),
+            vrings: (0..2 * pairs).map(vring).collect(),
             active_rx: AtomicU32::new(0),
             active_tx: AtomicU32::new(0),
             homes: (0..pairs).map(|_| AtomicUsize::new(0)).collect(),
@@ -64,6 +72,7 @@ impl Port {
             outside: OnceLock::new(),
             groups: Groups::default(),
             connected: AtomicBool::new(false),
+            blocks,
             warned: AtomicU64::new(0),
         }
     }

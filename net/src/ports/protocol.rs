@@ -23,7 +23,7 @@ use crate::ports::port::Port;
 use crate::vring::dirty::DirtyLog;
 use crate::vring::features::{OFFERED, bit, has, negotiated};
 use crate::vring::inflight;
-use crate::vring::memory::{GuestMemory, MAX_REGIONS, Region, Translator};
+use crate::vring::memory::{GuestMemory, MAX_REGIONS, Region, Translator, check_sum};
 use crate::vring::queue::{Guard, State};
 use crate::vring::ring::RingAddress;
 
@@ -109,7 +109,7 @@ impl Session {
         for vring in self.port.vrings() {
             let mut vring = vring.lock();
             vring.stop();
-            let fresh = fresh(&mut vring);
+            let fresh = State { blocks: vring.blocks.clone(), ..fresh(&mut vring) };
             let old = std::mem::replace(&mut *vring, fresh);
             // Files are closed and memory unmapped without holding the lock.
             drop(vring);
@@ -182,6 +182,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_mem_table(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<File>) -> Result<()> {
+        check_sum(0, files.iter().zip(regions.iter().map(|r| r.memory_size))).map_err(refuse)?;
         let regions = regions
             .iter()
             .zip(files)
@@ -198,6 +199,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn add_mem_region(&mut self, r: &VhostUserSingleMemoryRegion, file: File) -> Result<()> {
+        check_sum(self.memory.mapped(), [(&file, r.memory_size)]).map_err(refuse)?;
         let region =
             Region::map_or_leave_out(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset)
                 .map_err(refuse)?;

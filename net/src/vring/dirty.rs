@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use crate::vring::memory::{GuestMemory, MemoryError, Region};
 
 const PAGE: u64 = 4096;
+/// The longest log, for addresses of 49 bits.
+const LONGEST: u64 = 16 << 30;
 
 /// A mapped log.
 #[derive(Debug)]
@@ -26,8 +28,11 @@ impl DirtyLog {
     /// Maps `len` bytes of `file` from `offset` on.
     ///
     /// # Errors
-    /// As [`Region::map`].
+    /// It is longer than any guest needs; others as [`Region::map`].
     pub fn map(file: &File, len: u64, offset: u64) -> Result<Self, MemoryError> {
+        if len > LONGEST {
+            return Err(MemoryError::TooLarge { size: len, most: LONGEST });
+        }
         let region = Region::map(file, 0, len, 0, offset)?;
         let base = GuestMemory::new(vec![region.clone()])?
             .at_user(0, len)

@@ -56,6 +56,14 @@ pub enum MemoryError {
     /// More regions than [`MAX_REGIONS`].
     #[error("more than {MAX_REGIONS} memory regions")]
     TooMany,
+    /// More memory than a port may share.
+    #[error("{size:#x} bytes of memory are more than a port may share on this machine, which is {most:#x}")]
+    TooLarge {
+        /// Bytes in all regions.
+        size: u64,
+        /// The largest possible number.
+        most: u64,
+    },
     /// A region to be removed isn't there.
     #[error("no memory region at guest address {gpa:#x} of {size:#x} bytes to remove")]
     Absent {
@@ -227,6 +235,36 @@ fn is_memory(file: &File) -> bool {
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
 
+/// Bytes that each port may share, also if the machine has less memory. A file of any length costs its owner nothing as long as it is
+/// empty, but its mapping takes addresses, of which the switch has 2^47: 64 ports may have these, twice while they are replaced.
+const EACH: u64 = 1 << 39;
+
+/// Returns the bytes that a port may share: [`EACH`], or the machine's memory if that is more.
+fn most() -> u64 {
+    // SAFETY: an all-zero sysinfo is a valid value to be filled in.
+    let info = unsafe {
+        let mut info: libc::sysinfo = std::mem::zeroed();
+        let _zero_is_less = libc::sysinfo(&raw mut info);
+        info
+    };
+    EACH.max(info.totalram.saturating_mul(info.mem_unit.into()))
+}
+
+/// Checks that files to be mapped leave addresses for the memory of other ports: `held` bytes are mapped already, `wanted` are files
+/// and the bytes of them. Called before any of them is mapped.
+///
+/// # Errors
+/// They are more than a port may share.
+pub fn check_sum<'a>(
+    held: u64,
+    wanted: impl IntoIterator<Item = (&'a File, u64)>,
+) -> Result<(), MemoryError> {
+    let mapped = wanted.into_iter().filter(|(file, _)| is_memory(file));
+    let size = mapped.fold(held, |sum, (_, size)| sum.saturating_add(size));
+    let most = most();
+    if size > most { Err(MemoryError::TooLarge { size, most }) } else { Ok(()) }
+}
+
 /// All memory of one guest, sorted by guest-physical address.
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
@@ -285,6 +323,12 @@ impl GuestMemory {
     #[must_use]
     pub fn regions(&self) -> &[Region] {
         &self.regions
+    }
+
+    /// Returns the bytes of all regions that are mapped.
+    #[must_use]
+    pub fn mapped(&self) -> u64 {
+        self.regions.iter().filter(|r| r.map.is_some()).map(|r| r.size).sum()
     }
 
     /// Returns the region that holds `gpa`.

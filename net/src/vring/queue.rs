@@ -82,6 +82,9 @@ pub struct State {
     pub held: Option<Held>,
     /// The credits of waiting frames.
     pub credits: Credits,
+    /// Set when a write to an eventfd of the front-end had to be interrupted. Then none of its eventfds is written until it has gone;
+    /// all vrings of a port share this flag.
+    pub blocks: Arc<AtomicBool>,
 }
 
 impl Default for State {
@@ -105,6 +108,7 @@ impl Default for State {
             broken: None,
             held: None,
             credits: Credits::default(),
+            blocks: Arc::default(),
         }
     }
 }
@@ -176,10 +180,8 @@ impl State {
 
     /// Tells the front-end that the ring was stopped.
     pub fn tell_error(&mut self) {
-        if let Some(err) = &mut self.err {
-            // The eventfd may have no reader.
-            let _unheard = err.write(&1u64.to_ne_bytes());
-        }
+        // The eventfd may have no reader.
+        let _unheard = raise(&mut self.err, &self.blocks);
     }
 
     /// Makes completed chains visible and interrupts the driver if it wants that.
@@ -231,14 +233,23 @@ impl State {
 
     #[inline(never)]
     fn signal(&mut self, counters: &Counters) {
-        let Some(call) = &mut self.call else { return };
-        match call.write(&1u64.to_ne_bytes()) {
-            // The front-end has made it blocking, and it was full: no more interrupts until the front-end sends another
-            // one.
-            Err(err) if err.kind() == io::ErrorKind::Interrupted => self.call = None,
-            // A full counter has woken the other side already.
-            _ => counters.signalled(),
+        if raise(&mut self.call, &self.blocks) {
+            counters.signalled();
         }
+    }
+}
+
+/// Writes to an eventfd of the front-end, unless one of them `blocks`. Returns whether its reader has been woken.
+fn raise(event: &mut Option<File>, blocks: &AtomicBool) -> bool {
+    let Some(event) = event.as_mut().filter(|_| !blocks.load(Ordering::Relaxed)) else { return false };
+    match event.write(&1u64.to_ne_bytes()) {
+        // The front-end has made it blocking, and it was full.
+        Err(err) if err.kind() == io::ErrorKind::Interrupted => {
+            blocks.store(true, Ordering::Relaxed);
+            false
+        }
+        // A full counter has woken the other side already.
+        _ => true,
     }
 }
 

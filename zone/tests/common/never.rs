@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A file of a FUSE file system whose pages never come, and which can't be closed: each read, and if wanted each close, waits
-//! until the file system ends.
+//! A file of a FUSE file system whose pages never come: each read, and if wanted each close or each poll but the first, waits until
+//! the file system ends.
 
 #![allow(dead_code)]
 
@@ -15,6 +15,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
+/// Kinds of requests (fuse.h).
+const FLUSH: u32 = 25;
+const POLL: u32 = 40;
+
 /// The file system. Dropping it ends it, and waiting processes get an error.
 pub struct Never {
     closing: Arc<AtomicBool>,
@@ -26,20 +30,25 @@ pub struct Never {
 impl Never {
     /// A file system with one file of `size` bytes. Needs the right to mount.
     pub fn new(size: u64) -> Self {
-        Self::start(size, false)
+        Self::start(size, None)
     }
 
     /// The same, and closing the file waits as well.
     pub fn not_even_closed(size: u64) -> Self {
-        Self::start(size, true)
+        Self::start(size, Some(FLUSH))
     }
 
-    /// Returns whether a process waits in a close.
+    /// The same, and a poll of the file says the first time that it is readable, and waits later.
+    pub fn polled_once(size: u64) -> Self {
+        Self::start(size, Some(POLL))
+    }
+
+    /// Returns whether a process waits in a close or a poll.
     pub fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
     }
 
-    fn start(size: u64, never_closed: bool) -> Self {
+    fn start(size: u64, waits: Option<u32>) -> Self {
         let closing = Arc::new(AtomicBool::new(false));
         let folder = tempfile::tempdir().unwrap();
         let mut device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
@@ -59,6 +68,7 @@ impl Never {
         let seen = closing.clone();
         let thread = std::thread::spawn(move || {
             let mut request = vec![0; 1 << 20];
+            let mut polled = false;
             loop {
                 let wait = |fd: &dyn AsFd| libc::pollfd {
                     fd: fd.as_fd().as_raw_fd(),
@@ -72,8 +82,8 @@ impl Never {
                     return;
                 }
                 let Ok(len) = device.read(&mut request) else { return };
-                // FLUSH
-                if never_closed && u32::from_ne_bytes(request[4..8].try_into().unwrap()) == 25 {
+                let kind = u32::from_ne_bytes(request[4..8].try_into().unwrap());
+                if waits == Some(kind) && (kind != POLL || std::mem::replace(&mut polled, true)) {
                     seen.store(true, Ordering::Release);
                     continue;
                 }
@@ -130,6 +140,7 @@ fn answer(request: &[u8], size: u64) -> Option<Vec<u8>> {
     // Node, generation, how long name and attributes are valid.
     let entry = || [valid(2), 9u64.to_ne_bytes().repeat(2), vec![0; 8], attributes(2, size)].concat();
     let (error, body) = match word(4) {
+        POLL => done([libc::POLLIN as u32, 0].map(u32::to_ne_bytes).concat()),
         // LOOKUP
         1 if &request[40..] == b"memory\0" => done(entry()),
         1 => (-libc::ENOENT, Vec::new()),
