@@ -253,3 +253,12 @@ fn a_unit_that_is_stopped_as_soon_as_it_is_ready_takes_its_project_down() {
         lab.assert_nothing_left();
     }
 }
+
+#[test]
+fn the_packages_unit_cuts_off_no_start_that_takes_long() {
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../debian/tombolo.tombolo@.service");
+    let unit = std::fs::read_to_string(unit).unwrap();
+    // The memory of a large guest may take half an hour to be had; systemd's own limit is 90 s.
+    let limits: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix("TimeoutStartSec=")).collect();
+    assert_eq!(limits, ["infinity"]);
+}
