@@ -162,18 +162,38 @@ fn a_switch_that_does_not_die_holds_up_no_down() {
 }
 
 #[test]
-fn a_down_of_one_vm_says_that_it_waits_for_another_command() {
+fn a_down_of_one_vm_waits_for_no_command_about_others_and_not_long_for_one_about_it() {
     let slow =
         "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"console:next words\"\nready_timeout = 6000\n";
     let lab = lab(&format!("[vm.a]\n{VM}[vm.slow]\n{slow}"));
     lab.good(&["up", "a"]);
     let (up, up_words) = begin(&lab, &["up"]);
     until("it does not boot", || lab.ps()["vms"][1]["state"] == "booting");
-    let (mut down, mut words) = begin(&lab, &["down", "a"]);
-    read_to(&mut words, "this one waits for its end");
-    signal(number(&lab.ps()["vms"][1]["pid"]), "USR2");
+    lab.good(&["down", "a"]);
+    let refused = lab.run(&["down", "slow"]);
+    assert!(!refused.status.success());
+    let words = said(&refused);
+    assert!(words.contains("this one waits for its end, at most 2 s"), "{words}");
+    assert!(
+        words.contains("starting or stopping 'slow' for more than 3 s; try again, or 'tombolo down'"),
+        "{words}"
+    );
+    signal(number(&lab.ps()["vms"][0]["pid"]), "USR2");
     rest(up, up_words);
-    down.wait().unwrap();
-    lab.good(&["down"]);
+    assert_eq!(names(&lab), ["slow"]);
+    lab.good(&["down", "slow"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn an_up_that_fails_stops_what_it_has_started_at_the_same_time() {
+    let never = "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"console:never\"\nready_timeout = 2\n";
+    let dies_late = format!("{VM}qemu_args = [\"-fake\", \"no-quit\"]\n");
+    let lab = lab(&format!("[vm.a]\n{dies_late}[vm.b]\n{dies_late}[vm.never]\n{never}"));
+    let words = said(&lab.run(&["up"]));
+    let at = |words_of: &str| words.find(words_of).unwrap_or_else(|| panic!("no '{words_of}' in: {words}"));
+    let killed = at(KILLED);
+    assert!(at("a: stopping") < killed && at("b: stopping") < killed, "{words}");
+    assert_eq!(words.matches(KILLED).count(), 2, "{words}");
     lab.assert_nothing_left();
 }

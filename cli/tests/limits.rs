@@ -8,7 +8,8 @@ use common::Lab;
 
 mod common;
 
-/// Runs `up` in the cgroup `unit`, as in a unit with Delegate=yes, and then below a cgroup that the environment names.
+/// Runs `up` in the cgroup `unit`, as in a unit with Delegate=yes, and then below a cgroup that the environment names, in which a supervisor that was
+/// killed has left one.
 const IN_GUEST: &str = r#"set -e
 modprobe ext4
 mkdir -p /mnt /tmp/p
@@ -22,6 +23,8 @@ cp /mnt/tombolo.toml /mnt/qemu /mnt/kernel .
 export LD_LIBRARY_PATH=/mnt/lib TOMBOLO_HYPERVISOR=tcg XDG_RUNTIME_DIR=/tmp/p XDG_STATE_HOME=/tmp/p
 sh -c 'echo $$ >/sys/fs/cgroup/unit/cgroup.procs; /mnt/tombolo up; /mnt/tombolo up' 2>&1 || echo "first $?"
 TOMBOLO_CGROUP=/sys/fs/cgroup/named /mnt/tombolo up 2>&1 || echo "second $?"
+mkdir /sys/fs/cgroup/named/tombolo-killed-0123abcd-a
+/mnt/tombolo clean
 find /sys/fs/cgroup -mindepth 2 -type d"#;
 
 /// The stand-in: it says its cgroup and the limits there, and ends.
@@ -79,6 +82,10 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
     assert!(said.contains("first 1") && said.contains("second 1"), "{said}");
     let left: Vec<&str> = said.lines().filter(|line| line.starts_with("/sys/fs/cgroup/")).collect();
     assert_eq!(left, ["/sys/fs/cgroup/unit/supervisor"], "{said}");
+    assert!(
+        said.contains("removed /sys/fs/cgroup/named/tombolo-killed-0123abcd-a (the cgroup of a VM"),
+        "{said}"
+    );
     lab.good(&["down"]);
 }
 

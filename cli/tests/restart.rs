@@ -111,6 +111,20 @@ fn a_policy_with_a_number_gives_up() {
     lab.good(&["down"]);
 }
 
+#[test]
+fn a_vm_whose_reboot_fails_before_there_is_a_qemu_starts_again_by_its_policy() {
+    let lab = lab("restart = \"on-failure\"\n");
+    lab.good(&["up"]);
+    let [kernel, away] = ["kernel", "away"].map(|name| lab.dir.path().join(name));
+    std::fs::rename(&kernel, &away).unwrap();
+    signal(number(&vm(&lab)["pid"]), "USR1");
+    until("it does not wait", || vm(&lab)["state"].as_str().unwrap().starts_with("restarting in "));
+    std::fs::rename(&away, &kernel).unwrap();
+    until("it does not start again", || vm(&lab)["state"] == "up");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 /// Runs the command of the packages' unit with a socket for READY=1, as systemd does.
 struct Unit {
     up: Child,
@@ -238,4 +252,13 @@ fn a_unit_that_is_stopped_as_soon_as_it_is_ready_takes_its_project_down() {
         assert_eq!(code, 0, "{words}");
         lab.assert_nothing_left();
     }
+}
+
+#[test]
+fn the_packages_unit_cuts_off_no_start_that_takes_long() {
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR")).join("../debian/tombolo.tombolo@.service");
+    let unit = std::fs::read_to_string(unit).unwrap();
+    // The memory of a large guest may take half an hour to be had; systemd's own limit is 90 s.
+    let limits: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix("TimeoutStartSec=")).collect();
+    assert_eq!(limits, ["infinity"]);
 }

@@ -4,7 +4,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use common::stand_in::{lab, number, said, until};
@@ -52,7 +52,7 @@ fn a_switch_that_is_stopped_is_named_with_the_remedy() {
 fn an_accelerators_server_that_is_stopped_is_named_with_the_remedy() {
     let lab = lab(&format!("[accel.cl]\n[vm.a]\n{VM}accelerators = [\"cl\"]\n"));
     lab.good(&["up"]);
-    assert_eq!(lab.ps()["accelerators"][0]["state"], "serving");
+    until("it does not serve", || lab.ps()["accelerators"][0]["state"] == "serving");
     let server = number(&lab.ps()["accelerators"][0]["pid"]);
     signal(server, "STOP");
     until("it is not named", || lab.ps()["accelerators"][0]["state"] == remedy(server));
@@ -163,6 +163,55 @@ fn ps_tells_within_a_second_of_a_supervisor_that_hangs_and_of_its_vms() {
     assert!(!output.status.success() && words.starts_with("tombolo: demo-1: "), "{words}");
     assert!(words.contains(&expected) && words.contains(", b (process "), "{words}");
     assert!(time < A_SECOND, "{time:?}");
+}
+
+/// Programs that use one CPU, ended with this.
+struct Hogs(Vec<Child>);
+
+impl Hogs {
+    /// One takes all that the kernel gives a real-time process (95 %), others share the rest with whatever else is on that CPU.
+    fn of(cpu: &str) -> Hogs {
+        let start = |policy: &[&str]| {
+            let mut hog = Command::new("chrt");
+            hog.args(policy).args(["taskset", "-c", cpu, "sh", "-c", "while :; do :; done"]);
+            hog.stdin(Stdio::null()).spawn().unwrap()
+        };
+        Hogs((0..5).map(|n| start(if n == 0 { &["-f", "1"] } else { &["-o", "0"] })).collect())
+    }
+}
+
+impl Drop for Hogs {
+    fn drop(&mut self) {
+        for hog in &mut self.0 {
+            hog.kill().unwrap();
+            hog.wait().unwrap();
+        }
+    }
+}
+
+/// A CPU that this process may use.
+fn a_cpu() -> String {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+    list.trim().split(['-', ',']).next().unwrap().to_owned()
+}
+
+#[test]
+fn ps_waits_for_a_supervisor_that_waits_for_a_cpu() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let supervisor = number(&lab.ps()["supervisor"]).to_string();
+    let cpu = a_cpu();
+    let pinned = Command::new("taskset").args(["-a", "-c", "-p", &cpu, &supervisor]).output().unwrap();
+    assert!(pinned.status.success(), "{}", said(&pinned));
+    let mut hogs = Hogs::of(&cpu);
+    for _ in 0..8 {
+        lab.good(&["ps"]);
+    }
+    assert!(hogs.0.iter_mut().all(|hog| hog.try_wait().unwrap().is_none()), "a hog does not run (as root?)");
+    drop(hogs);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }
 
 #[test]

@@ -243,18 +243,46 @@ fn a_runtime_folder_may_be_named_relative_to_where_the_command_is_called() {
 #[test]
 fn a_runtime_folder_without_room_is_named_and_nothing_runs() {
     let project = named(OsStr::new("p"));
-    // A file system of its own for the command and what it starts, with room for few files.
-    let script = "mount -t tmpfs -o size=64k,nr_inodes=4 none \"$1\" && exec \"$0\" up";
-    let mut command = Command::new("unshare");
-    command.args(["-rm", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]).arg(project.runtime.path());
-    command.env("XDG_RUNTIME_DIR", project.runtime.path()).current_dir(&project.place).stdin(Stdio::null());
-    let refused = command.output().unwrap();
-    assert_eq!(refused.status.code(), Some(1));
-    let words = said(&refused);
-    assert!(words.contains("the project's folder") && words.contains("No space left on device"), "{words}");
+    // A file system of its own for the command and what it starts, with room for few files: those of the supervisor, of zones and of networks do not fit.
+    let script = "mount -t tmpfs -o size=1m,nr_inodes=\"$2\" none \"$1\" && \"$0\" up; code=$?; \"$0\" down; exit $code";
+    let up = |files: u32| {
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", script, env!("CARGO_BIN_EXE_tombolo")]);
+        command.arg(project.runtime.path()).arg(files.to_string());
+        command.env("XDG_RUNTIME_DIR", project.runtime.path()).current_dir(&project.place);
+        command.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null()).output().unwrap()
+    };
+    let refused = (2..).map(up).take_while(|output| !output.status.success());
+    let words: Vec<String> = refused.map(|output| said(&output)).collect();
+    let folder = project.runtime.path().to_str().unwrap();
+    let names = |words: &String| {
+        words.lines().any(|line| line.contains(folder) && line.contains("No space left on device"))
+    };
+    assert!(words.len() > 5 && words.iter().all(names), "{words:#?}");
     assert!(
         String::from_utf8(project.run(&["ps", "--json"]).stdout).unwrap().contains("\"supervisor\": null")
     );
+}
+
+#[test]
+fn a_runtime_folder_that_has_become_read_only_holds_up_no_down() {
+    let project = named(OsStr::new("p"));
+    let tombolo = env!("CARGO_BIN_EXE_tombolo");
+    // Before anything was up, with a project that runs, and with what a killed supervisor has left.
+    let script = "set -e; freeze() { mount --bind \"$1\" \"$1\"; mount -o remount,bind,ro \"$1\"; }
+        freeze \"$1\"; \"$0\" down; \"$0\" clean --dry-run; umount \"$1\"
+        \"$0\" up; freeze \"$1\"; \"$0\" ps; \"$0\" down; \"$0\" down; umount \"$1\"
+        \"$0\" up; supervisor=$(\"$0\" ps --json | sed -n 's/.*\"supervisor\": \\([0-9]*\\).*/\\1/p'); kill -9 \"$supervisor\"
+        tail -f /dev/null --pid \"$supervisor\"; freeze \"$1\"; \"$0\" down";
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-c", script, tombolo]).arg(project.runtime.path());
+    command.env("XDG_RUNTIME_DIR", project.runtime.path()).current_dir(&project.place);
+    let output = command.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null()).output().unwrap();
+    let words = said(&output);
+    assert!(output.status.success() && words.contains("Read-only file system"), "{words}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("a   up "), "{words}");
+    assert!(project.run(&["down"]).status.success());
+    assert_eq!(std::fs::read_dir(project.runtime.path().join("tombolo")).unwrap().count(), 0);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo clean`: removes what killed processes have left and what can be made again: folders of projects whose supervisor died, scratch
-//! folders of accelerators, the cached answer whether KVM works. Devices of VMs that died go back to their drivers. What a living project
+//! folders of accelerators, cgroups of VMs, the cached answer whether KVM works. Devices of VMs that died go back to their drivers. What a living project
 //! uses stays.
 
 use std::collections::BTreeSet;
@@ -12,15 +12,19 @@ use std::process::ExitCode;
 
 use clap::Args;
 use serde::Serialize;
+use tombolo_zone::door::Found;
 
 use crate::commands::cli::say;
 use crate::commands::client;
-use crate::machine::{growth, partition};
+use crate::machine::{cgroup, growth, partition};
 use crate::project::accelerator;
 use crate::project::state::{self, StateDir};
 
 /// Names of the scratch files of programs that use accelerators end with their process.
 const OF_PROCESSES: [&str; 4] = ["tombolo-keep-", "tombolo-trace-", "tombolo-connect-", "tombolo-include-"];
+
+/// The cgroup of a VM with limits.
+const GROUP: &str = "the cgroup of a VM whose supervisor died";
 
 /// `tombolo clean`
 #[derive(Args, Debug)]
@@ -42,11 +46,20 @@ struct Leftover {
 /// # Errors
 /// When one can't be removed; the others are.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
-    let base = state::base_dir()?;
-    let mut leftovers = of_projects(&base)?;
+    let base = state::base()?;
+    let mut errors = Vec::new();
+    // A cgroup whose CPUs are its own has a child; both go with that.
+    let partitions = if options.dry_run { partition::orphans() } else { partition::give_back_orphans() };
+    let partitions = partitions.unwrap_or_else(|e| {
+        errors.push(format!("{e:#}"));
+        Vec::new()
+    });
+    let groups = cgroup::leftovers(Path::new(cgroup::ROOT), &living()?);
+    let mut leftovers: Vec<Leftover> =
+        groups.into_iter().map(|path| Leftover { path, what: GROUP }).collect();
+    leftovers.extend(of_projects(&base)?);
     leftovers.extend(scratch(&std::env::temp_dir(), scratch_in_use)?);
     leftovers.sort();
-    let mut errors = Vec::new();
     for leftover in &leftovers {
         if !options.dry_run {
             if let Err(e) = remove(leftover) {
@@ -60,7 +73,6 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
         }
     }
     let devices = if options.dry_run { Vec::new() } else { growth::give_back_orphans()? };
-    let partitions = if options.dry_run { partition::orphans()? } else { partition::give_back_orphans()? };
     if json {
         let devices: Vec<String> = devices.iter().map(ToString::to_string).collect();
         say(&serde_json::to_string_pretty(&serde_json::json!({
@@ -79,10 +91,15 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Folders of projects that run.
+fn living() -> io::Result<BTreeSet<PathBuf>> {
+    let folder = |found: &Found| found.path.parent().map(Path::to_owned);
+    Ok(state::supervisors()?.iter().filter_map(folder).collect())
+}
+
 /// Folders of projects without a supervisor, and cached answers.
 fn of_projects(base: &Path) -> anyhow::Result<Vec<Leftover>> {
-    let living: BTreeSet<PathBuf> =
-        state::supervisors()?.iter().filter_map(|found| found.path.parent().map(Path::to_owned)).collect();
+    let living = living()?;
     let mut leftovers = Vec::new();
     for path in own_entries(base)? {
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
@@ -118,7 +135,7 @@ fn scratch(
     for path in own_entries(folder)? {
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
         let process = OF_PROCESSES.iter().find_map(|prefix| name.strip_prefix(prefix)?.parse::<u32>().ok());
-        if name.starts_with("tombolo-accel-") {
+        if accelerator::is_scratch(name) {
             compiled.push(path);
         } else if process.is_some_and(|process| !Path::new(&format!("/proc/{process}")).exists()) {
             leftovers.push(Leftover { what: "files of a program that has ended", path });
@@ -137,7 +154,10 @@ fn scratch(
 /// This user's entries of a folder, without symbolic links.
 fn own_entries(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let user = rustix::process::geteuid().as_raw();
-    let entries = fs::read_dir(folder)?.filter_map(Result::ok).map(|entry| entry.path());
+    let entries = match fs::read_dir(folder) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?.filter_map(Result::ok).map(|entry| entry.path()),
+    };
     let own = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|m| m.uid() == user && !m.is_symlink());
     Ok(entries.filter(own).collect())
 }
@@ -148,10 +168,13 @@ fn remove(leftover: &Leftover) -> anyhow::Result<()> {
         // A supervisor that has just begun keeps it.
         if let Some(_lock) = dir.lock()? {
             dir.remove();
+            anyhow::ensure!(!leftover.path.exists(), "it stays");
         }
         return Ok(());
     }
-    let removed = if leftover.path.is_dir() {
+    let removed = if leftover.what == GROUP {
+        fs::remove_dir(&leftover.path)
+    } else if leftover.path.is_dir() {
         fs::remove_dir_all(&leftover.path)
     } else {
         fs::remove_file(&leftover.path)
@@ -175,6 +198,7 @@ mod tests {
             fs::create_dir(path).unwrap();
         }
         std::os::unix::fs::symlink("/", path("tombolo-accel-00000003")).unwrap();
+        fs::create_dir(path("tombolo-accel-vm-00000004")).unwrap();
         let mut found: Vec<PathBuf> = scratch(folder.path(), || Ok(BTreeSet::from([used])))
             .unwrap()
             .into_iter()

@@ -127,7 +127,7 @@ pub enum Command {
         /// All projects of this user
         #[arg(short, long)]
         all: bool,
-        /// How long a supervisor that is busy is waited for [default: less than 1]
+        /// How long a supervisor is waited for that has a CPU, or wants none [default: less than 1]
         #[arg(long, value_name = "SECONDS")]
         wait: Option<u64>,
     },

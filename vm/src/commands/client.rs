@@ -24,7 +24,7 @@ use crate::project::control::{Event, Feed, Request, Stage, Status};
 use crate::project::peer::{self, Peer};
 use crate::project::session::{self, Signals};
 use crate::project::silent;
-use crate::project::state::StateDir;
+use crate::project::state::{self, StateDir};
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
 const TRIES: u32 = 50;
@@ -61,6 +61,7 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
 
 /// Starts a supervisor; `None` when another one was faster.
 fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
+    state::base_dir()?;
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     let theirs = OwnedFd::from(theirs);
     let number = theirs.as_raw_fd();
@@ -109,7 +110,7 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
 /// # Errors
 /// When there is none.
 pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
-    peer.set_limit(STATUS);
+    peer.set_limit(Some(STATUS));
     receive_status(&mut peer)
 }
 

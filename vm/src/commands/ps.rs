@@ -13,7 +13,7 @@ use crate::compose::Size;
 use crate::project::control::{Request, Status, VmStatus};
 use crate::project::state;
 
-/// Time for supervisors to answer `ps`, which takes less than a second.
+/// Time for supervisors to answer `ps`, which takes less than a second unless they wait for a CPU.
 const DEFAULT_WAIT: Duration = Duration::from_millis(800);
 
 /// Runs `tombolo ps`.

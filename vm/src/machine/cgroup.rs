@@ -4,8 +4,10 @@
 //! A cgroup whose children are limited has no processes itself, so the supervisor, and who else is in its cgroup, moves to the child
 //! `supervisor` first. The VM's cgroup goes with its QEMU.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -13,6 +15,8 @@ use anyhow::Context;
 use crate::compose::VmSpec;
 use crate::project::state::StateDir;
 
+/// The mount of all cgroups of version 2.
+pub const ROOT: &str = "/sys/fs/cgroup";
 /// Names the delegated cgroup where it is not the supervisor's own.
 const VARIABLE: &str = "TOMBOLO_CGROUP";
 /// The child in which the supervisor is.
@@ -125,6 +129,40 @@ impl Drop for Group {
     }
 }
 
+/// Cgroups of VMs whose supervisor was killed: those below `root` that have no process, belong to this user, and to no project whose folder is
+/// among the `living`.
+#[must_use]
+pub fn leftovers(root: &Path, living: &BTreeSet<PathBuf>) -> Vec<PathBuf> {
+    let user = rustix::process::geteuid().as_raw();
+    let kept: Vec<String> = living
+        .iter()
+        .filter_map(|folder| Some(format!("tombolo-{}-", folder.file_name()?.to_str()?)))
+        .collect();
+    let (mut found, mut folders) = (Vec::new(), vec![root.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        let entries = fs::read_dir(&folder).into_iter().flatten().filter_map(Result::ok);
+        for entry in entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
+            let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+            let own = entry.metadata().is_ok_and(|meta| meta.uid() == user);
+            let empty =
+                fs::read_to_string(path.join("cgroup.procs")).is_ok_and(|procs| procs.trim().is_empty());
+            if own && empty && is_of_vm(&name) && !kept.iter().any(|kept| name.starts_with(kept)) {
+                found.push(path);
+            } else {
+                folders.push(path);
+            }
+        }
+    }
+    found
+}
+
+/// Returns whether a cgroup has the name of a VM's: `tombolo-`, its project, eight hexadecimal digits, its own name.
+fn is_of_vm(name: &str) -> bool {
+    let is_hash = |part: &str| part.len() == 8 && part.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let parts: Vec<&str> = name.split('-').collect();
+    parts.len() > 3 && parts[0] == "tombolo" && parts[2..parts.len() - 1].iter().any(|part| is_hash(part))
+}
+
 /// So many processors, as cpu.max has it.
 fn quota(processors: f64) -> String {
     let microseconds = (processors * f64::from(PERIOD)).round();
@@ -169,7 +207,7 @@ fn is_left_to_its_processes(group: &Path, systemd: &Path) -> bool {
 fn own() -> anyhow::Result<PathBuf> {
     let text = fs::read_to_string("/proc/self/cgroup")?;
     let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
-    let root = Path::new("/sys/fs/cgroup");
+    let root = Path::new(ROOT);
     anyhow::ensure!(
         root.join("cgroup.controllers").is_file(),
         "the host has no cgroups of version 2 in {}",
@@ -277,6 +315,23 @@ mod tests {
         assert!(!is_left_to_its_processes(dir.path(), dir.path()));
         set("1").unwrap();
         assert!(is_left_to_its_processes(dir.path(), dir.path()));
+    }
+
+    #[test]
+    fn a_group_without_processes_is_left_over_where_its_project_does_not_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join("unit").join(name);
+        group(&at(""), "", "");
+        for (name, processes) in [
+            ("left-over-0123abcd-a-b", ""),
+            ("living-0123abcd-a", ""),
+            ("full-0123abcd-a", "7\n"),
+            ("zone", ""),
+        ] {
+            group(&at(&format!("tombolo-{name}")), "", processes);
+        }
+        let living = BTreeSet::from(["/run/tombolo/living-0123abcd".into()]);
+        assert_eq!(leftovers(dir.path(), &living), [at("tombolo-left-over-0123abcd-a-b")]);
     }
 
     #[test]

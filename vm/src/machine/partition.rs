@@ -91,7 +91,7 @@ impl Store {
     /// # Errors
     /// The user's folder can't be had.
     pub fn of_user() -> anyhow::Result<Store> {
-        Ok(Store { folder: state::base_dir()?.join("partitions") })
+        Ok(Store { folder: state::base()?.join("partitions") })
     }
 
     fn path(&self, group: &Path) -> PathBuf {

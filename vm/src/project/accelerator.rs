@@ -15,7 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde::de::DeserializeOwned;
@@ -34,6 +34,7 @@ use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{ANSWER, Keeper, Names, Part, Service};
 use crate::project::owner::{Client, Owner};
+use crate::project::patience::Patience;
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, Invitation};
 
@@ -87,8 +88,9 @@ fn ask<T: DeserializeOwned>(link: &Mutex<Peer>, request: &Request) -> anyhow::Re
 /// Time for a server to answer `ps`.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// A server's listing, if the server answers within [`LOOK`]. A server that never answers is ended by [`ask`].
-fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
+/// A server's listing, or why there is none within [`LOOK`]. A server that never answers is ended by [`ask`].
+fn look(link: Arc<Mutex<Peer>>, process: u32) -> Result<Listing, &'static str> {
+    const SILENT: &str = "does not answer";
     let (sender, answer) = mpsc::channel();
     let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
         // Another program can't go on with a server that owes an answer.
@@ -96,8 +98,19 @@ fn look(link: Arc<Mutex<Peer>>) -> Option<Listing> {
         // A late answer has no receiver.
         let _late = sender.send(ask(&link, &Request::Ls));
     });
-    asking.ok()?;
-    answer.recv_timeout(LOOK).ok()?.ok()?.ok()
+    asking.map_err(|_| SILENT)?;
+    let (begun, mut patience) = (Instant::now(), Patience::new(process, Some(LOOK)));
+    loop {
+        match answer.recv_timeout(patience.pause()) {
+            Ok(Ok(Ok(listing))) => return Ok(listing),
+            Err(mpsc::RecvTimeoutError::Timeout) => patience.look().map_err(|_| SILENT)?,
+            _ => return Err(SILENT),
+        }
+        // The project's 'ps' must not wait for it.
+        if begun.elapsed() >= LOOK {
+            return Err("waits for a CPU of this busy host");
+        }
+    }
 }
 
 impl Accelerator {
@@ -324,10 +337,9 @@ done"#;
             Runs::Here(keeper) => {
                 let (pid, starts) = keeper.process();
                 let link = lock(&self.server.link).clone();
-                let begun = link.is_some();
-                let server = link.and_then(look);
-                let silent = begun && server.is_none();
-                let trouble = pid.and_then(child::stopped).or(silent.then(|| "does not answer".into()));
+                let answer = link.zip(pid).map(|(link, pid)| look(link, pid));
+                let (server, silent) = answer.map_or((None, None), |a| (a.as_ref().ok().cloned(), a.err()));
+                let trouble = pid.and_then(child::stopped).or(silent.map(str::to_owned));
                 (pid, starts, server, trouble)
             }
             Runs::In(owner) => {
@@ -453,6 +465,12 @@ pub fn scratch(file: &Path, name: &str) -> PathBuf {
     let of = format!("{}\n{name}", file.display());
     let hash = crate::project::state::hash(of.as_bytes()) & 0xffff_ffff;
     std::env::temp_dir().join(format!("tombolo-accel-{hash:08x}"))
+}
+
+/// Returns whether a file's name is that of such a folder.
+pub fn is_scratch(name: &str) -> bool {
+    let hash = name.strip_prefix("tombolo-accel-").unwrap_or_default();
+    hash.len() == 8 && hash.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// The devices of the host's OpenCL, a line each.

@@ -187,6 +187,11 @@ impl Keeper {
         (state.process.as_ref().map(|(_, pid)| *pid), state.starts)
     }
 
+    /// Why the last process was given up.
+    pub fn trouble(&self) -> Option<String> {
+        self.shared.lock().trouble.clone()
+    }
+
     /// Waits until it is ready; one that has just died may be followed by one that lives.
     ///
     /// # Errors

@@ -6,7 +6,7 @@
 //! - [`state`]: the project's folder and the lock that tells whether its supervisor lives.
 //! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
 //! - [`preflight`]: what can be wrong with a start, found out before anything is started.
-//! - [`control`], [`peer`]: the requests and answers, and the connection over which they go.
+//! - [`control`], [`peer`]: the requests and answers, and the connection over which they go; [`patience`]: how long another process is waited for.
 //! - [`silent`]: what is known of a project whose supervisor does not answer.
 //! - [`zones`]: zones as the supervisor holds them.
 //! - [`network`], [`accelerator`]: the switch of a network and the server of an accelerator, each a child process;
@@ -20,6 +20,7 @@ pub mod journal;
 pub mod keeper;
 pub mod network;
 pub mod owner;
+pub mod patience;
 pub mod peer;
 pub mod preflight;
 pub mod services;

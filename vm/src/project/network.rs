@@ -137,7 +137,8 @@ impl Network {
                 Ok(answer) => break answer,
                 // It is starting, or has ended: the second start tells.
                 Err(e) if self.keeper.process().1 > 1 || Instant::now() > end => {
-                    return Err(self.keeper.failure(&format!("its switch does not start: {e:#}")));
+                    let why = self.keeper.trouble().unwrap_or_else(|| format!("{e:#}"));
+                    return Err(self.keeper.failure(&format!("its switch does not start: {why}")));
                 }
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }

@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -18,17 +18,13 @@ use serde::{Deserialize, Serialize};
 
 use tombolo_zone::door::Found;
 
-use crate::child::is_stopped;
 use crate::compose::Project;
 use crate::project::control::{Event, Request};
+use crate::project::patience::Patience;
 use crate::project::state;
 
 /// Time for a running supervisor to hear a request, and to end once it has closed a connection.
 const ANSWER: Duration = Duration::from_secs(5);
-/// Time for a stopped supervisor to go on.
-const STOPPED: Duration = Duration::from_millis(500);
-/// The pause between two checks whether the supervisor is stopped.
-const LOOK: Duration = Duration::from_millis(100);
 /// The longest line, in bytes: an exec's chunk in base64 with room to spare.
 const LINE_MAX: u64 = 16 << 20;
 
@@ -47,7 +43,7 @@ impl Peer {
 
     /// Wraps a connected socket that others know, too.
     pub fn over(socket: Arc<UnixStream>) -> Peer {
-        let reader = Watched { socket: socket.clone(), supervisor: None, limit: None };
+        let reader = Watched { socket: socket.clone(), watch: None };
         Peer { reader: BufReader::new(reader), socket }
     }
 
@@ -77,9 +73,11 @@ impl Peer {
             .context("the other side is of another version; take the project down and up again")
     }
 
-    /// Limits how long all further messages of a supervisor are waited for.
-    pub fn set_limit(&mut self, longest: Duration) {
-        self.reader.get_mut().limit = Some(Limit { begun: Instant::now(), longest });
+    /// Limits how long all further messages of a supervisor are waited for; time in which it waits for a CPU does not count.
+    pub fn set_limit(&mut self, longest: Option<Duration>) {
+        if let Some((supervisor, patience)) = &mut self.reader.get_mut().watch {
+            *patience = Patience::new(supervisor.pid, longest);
+        }
     }
 
     /// The socket, for another thread.
@@ -92,9 +90,9 @@ impl Peer {
     /// # Errors
     /// When it still lives after `limit`.
     pub fn wait_ended(&self, limit: Duration) -> anyhow::Result<()> {
-        let Some(supervisor) = &self.reader.get_ref().supervisor else { return Ok(()) };
+        let Some((supervisor, _)) = &self.reader.get_ref().watch else { return Ok(()) };
         anyhow::ensure!(
-            supervisor.ends_within(limit)?,
+            supervisor.ends_within(&mut Patience::new(supervisor.pid, Some(limit)))?,
             "the supervisor (process {}) did not end within {} s",
             supervisor.pid,
             limit.as_secs()
@@ -141,57 +139,22 @@ pub fn send_while<T: Serialize>(
     Ok(())
 }
 
-/// A socket whose reads end when the supervisor at its other end is stopped, or says nothing within the limit.
+/// A socket whose reads end when the supervisor at its other end is given up.
 #[derive(Debug)]
 struct Watched {
     socket: Arc<UnixStream>,
     /// None: the other end is no supervisor.
-    supervisor: Option<Supervisor>,
-    limit: Option<Limit>,
-}
-
-/// The end of a wait for messages.
-#[derive(Clone, Copy, Debug)]
-struct Limit {
-    begun: Instant,
-    longest: Duration,
-}
-
-impl Limit {
-    fn left(&self) -> Duration {
-        self.longest.saturating_sub(self.begun.elapsed())
-    }
+    watch: Option<(Supervisor, Patience)>,
 }
 
 impl Read for Watched {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        if let Some(supervisor) = &self.supervisor {
-            self.wait(supervisor.pid)?;
+        if let Some((supervisor, patience)) = &mut self.watch {
+            while !readable(&*self.socket, patience.pause())? {
+                patience.look().map_err(|why| why.of_supervisor(supervisor.pid))?;
+            }
         }
         (&*self.socket).read(buffer)
-    }
-}
-
-impl Watched {
-    fn wait(&self, pid: u32) -> std::io::Result<()> {
-        let mut stopped_since: Option<Instant> = None;
-        while !readable(&*self.socket, self.limit.map_or(LOOK, |limit| limit.left().min(LOOK)))? {
-            stopped_since = is_stopped(pid).then(|| stopped_since.unwrap_or_else(Instant::now));
-            if stopped_since.is_some_and(|since| since.elapsed() >= STOPPED) {
-                return Err(std::io::Error::new(
-                    std::io::ErrorKind::TimedOut,
-                    format!("the supervisor (process {pid}) is stopped; to let it go on: kill -CONT {pid}"),
-                ));
-            }
-            if let Some(limit) = self.limit.filter(|limit| limit.left().is_zero()) {
-                let longest = limit.longest.as_secs_f64();
-                return Err(std::io::Error::new(
-                    std::io::ErrorKind::TimedOut,
-                    format!("the supervisor (process {pid}) lives and has not answered within {longest} s"),
-                ));
-            }
-        }
-        Ok(())
     }
 }
 
@@ -228,7 +191,7 @@ pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>>
 pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer>> {
     let mut peer = ask_within(found, request, ANSWER)?;
     if let Some(peer) = &mut peer {
-        peer.reader.get_mut().limit = None;
+        peer.set_limit(None);
     }
     Ok(peer)
 }
@@ -240,25 +203,40 @@ pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer
 pub fn ask_within(found: &Found, request: &Request, longest: Duration) -> anyhow::Result<Option<Peer>> {
     let Some(process) = open_process(found.process)? else { return Ok(None) };
     let supervisor = Supervisor { pid: found.process, process };
-    ask_at(|| found.connect(Some(longest)), &supervisor, request, longest)
+    ask_at(|pause| found.connect(Some(pause)), &supervisor, request, longest)
 }
 
 fn ask_at(
-    connect: impl FnOnce() -> std::io::Result<UnixStream>,
+    connect: impl Fn(Duration) -> std::io::Result<UnixStream>,
     supervisor: &Supervisor,
     request: &Request,
     longest: Duration,
 ) -> anyhow::Result<Option<Peer>> {
-    let limit = Limit { begun: Instant::now(), longest };
-    let heard = match connect() {
-        Ok(socket) => converse(socket, supervisor.try_clone()?, request, limit),
-        Err(e) => Err(e.into()),
-    };
+    let mut patience = Patience::new(supervisor.pid, Some(longest));
+    let heard = reach(connect, supervisor.pid, &mut patience)
+        .map_err(anyhow::Error::from)
+        .and_then(|socket| converse(socket, supervisor.try_clone()?, request, patience.clone()));
     match heard {
-        Err(e) if is_gone(&e) && supervisor.ends_within(limit.left())? => Ok(None),
+        Err(e) if is_gone(&e) && supervisor.ends_within(&mut patience)? => Ok(None),
         other => other
             .map(Some)
             .with_context(|| format!("the supervisor (process {}) can't be reached", supervisor.pid)),
+    }
+}
+
+/// Connects, if need be when the supervisor has accepted some of those who wait already.
+fn reach(
+    connect: impl Fn(Duration) -> std::io::Result<UnixStream>,
+    supervisor: u32,
+    patience: &mut Patience,
+) -> std::io::Result<UnixStream> {
+    loop {
+        match connect(patience.pause()) {
+            Err(e) if e.kind() == std::io::ErrorKind::TimedOut => {
+                patience.look().map_err(|why| why.of_supervisor(supervisor))?;
+            }
+            other => return other,
+        }
     }
 }
 
@@ -267,11 +245,10 @@ fn converse(
     socket: UnixStream,
     supervisor: Supervisor,
     request: &Request,
-    limit: Limit,
+    patience: Patience,
 ) -> anyhow::Result<Peer> {
     let mut peer = Peer::new(socket);
-    let reader = peer.reader.get_mut();
-    (reader.supervisor, reader.limit) = (Some(supervisor), Some(limit));
+    peer.reader.get_mut().watch = Some((supervisor, patience));
     peer.send(request)?;
     match peer.receive::<Event>()? {
         Some(Event::Heard) => Ok(peer),
@@ -309,17 +286,14 @@ impl Supervisor {
         Ok(Supervisor { pid: self.pid, process: self.process.try_clone()? })
     }
 
-    /// Returns whether the process has ended, or ends within `limit`: its descriptors are closed before its process ends.
-    fn ends_within(&self, limit: Duration) -> std::io::Result<bool> {
-        let begun = Instant::now();
-        loop {
-            if readable(&self.process, limit.saturating_sub(begun.elapsed()).min(LOOK))? {
-                return Ok(true);
-            }
-            if begun.elapsed() >= limit {
+    /// Returns whether the process has ended, or ends before patience does: its descriptors are closed before its process ends.
+    fn ends_within(&self, patience: &mut Patience) -> std::io::Result<bool> {
+        while !readable(&self.process, patience.pause())? {
+            if patience.look().is_err() {
                 return Ok(false);
             }
         }
+        Ok(true)
     }
 }
 
@@ -351,7 +325,8 @@ mod tests {
         fn ask_within(&self, longest: Duration) -> anyhow::Result<Option<Peer>> {
             let process = open_process(self.process.id()).unwrap().unwrap();
             let supervisor = Supervisor { pid: self.process.id(), process };
-            ask_at(|| UnixStream::connect(self.dir.path().join("door")), &supervisor, &Request::Ps, longest)
+            let connect = |_| UnixStream::connect(self.dir.path().join("door"));
+            ask_at(connect, &supervisor, &Request::Ps, longest)
         }
 
         fn signal(&self, signal: rustix::process::Signal) {

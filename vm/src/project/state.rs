@@ -24,6 +24,16 @@ use crate::compose::Project;
 /// # Errors
 /// It can't be made, or belongs to another user.
 pub fn base_dir() -> anyhow::Result<PathBuf> {
+    let dir = base()?;
+    make_private(&dir)?;
+    Ok(dir)
+}
+
+/// As [`base_dir`], where it need not be there: a command that only looks or removes makes nothing.
+///
+/// # Errors
+/// It belongs to another user.
+pub fn base() -> anyhow::Result<PathBuf> {
     let user = rustix::process::geteuid();
     let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
         // The supervisor has another current folder.
@@ -36,7 +46,9 @@ pub fn base_dir() -> anyhow::Result<PathBuf> {
         "{} is not UTF-8; set XDG_RUNTIME_DIR to another folder",
         dir.display()
     );
-    make_private(&dir)?;
+    if fs::symlink_metadata(&dir).is_ok() {
+        check_private(&dir)?;
+    }
     Ok(dir)
 }
 
@@ -48,6 +60,10 @@ pub(crate) fn make_private(dir: &Path) -> anyhow::Result<()> {
             return Err(e).with_context(|| format!("{} can't be made; set XDG_RUNTIME_DIR", dir.display()));
         }
     }
+    check_private(dir)
+}
+
+fn check_private(dir: &Path) -> anyhow::Result<()> {
     let meta = fs::symlink_metadata(dir)?;
     if !meta.is_dir()
         || meta.uid() != rustix::process::geteuid().as_raw()
@@ -83,12 +99,21 @@ pub fn random_hex(n: usize) -> String {
 /// Replaces `path` by a file with this content; readers see the old or the new one.
 ///
 /// # Errors
-/// Those of the file system.
+/// Those of the file system, with the path.
 pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension(format!("new-{}", std::process::id()));
-    let mut file = File::create(&temporary)?;
-    file.write_all(content)?;
-    fs::rename(&temporary, path)
+    let written = File::create(&temporary)
+        .and_then(|mut file| file.write_all(content))
+        .and_then(|()| fs::rename(&temporary, path));
+    written.map_err(|e| {
+        let _was_never_made = fs::remove_file(&temporary);
+        at(path, &e)
+    })
+}
+
+/// An error with the path at which it came: a full file system must be found to be emptied.
+pub fn at(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 /// Names of doors of supervisors begin so; the compose file's hash follows.
@@ -138,14 +163,14 @@ impl StateDir {
     /// The folder of this project: its supervisor's, if one lives. It need not exist.
     ///
     /// # Errors
-    /// See [`base_dir`].
+    /// See [`base`].
     pub fn of(project: &Project) -> anyhow::Result<StateDir> {
         let living = supervisor(&project.file)?;
         if let Some(dir) = living.as_ref().and_then(|found| found.path.parent()) {
             return Ok(StateDir { path: dir.to_owned() });
         }
         let hash = hash(project.file.as_os_str().as_encoded_bytes());
-        Ok(StateDir { path: base_dir()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
+        Ok(StateDir { path: base()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
     }
 
     /// The folder at this path.
@@ -176,7 +201,11 @@ impl StateDir {
         loop {
             make_private(&self.path)?;
             let path = self.path.join("lock");
-            let file = File::options().create(true).truncate(false).write(true).open(&path);
+            let file = match File::options().create(true).truncate(false).write(true).open(&path) {
+                // What a dead supervisor has left can be looked at on a file system that has become read-only.
+                Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => File::open(&path),
+                other => other,
+            };
             let file = file.with_context(|| format!("{} can't be made", path.display()))?;
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
@@ -195,7 +224,7 @@ impl StateDir {
     /// # Errors
     /// Those of the file system.
     pub fn is_free(&self) -> io::Result<bool> {
-        let file = File::options().write(true).open(self.path.join("lock"))?;
+        let file = File::open(self.path.join("lock"))?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
@@ -214,9 +243,10 @@ impl StateDir {
     /// Those of the file system.
     pub fn link_zone(&self, zone: &str, target: &str) -> io::Result<()> {
         let link = self.zone_link(zone);
-        fs::create_dir_all(self.path.join("zones"))?;
-        fs::remove_file(&link).or_else(absent)?;
-        std::os::unix::fs::symlink(target, link)
+        fs::create_dir_all(self.path.join("zones"))
+            .and_then(|()| fs::remove_file(&link).or_else(absent))
+            .and_then(|()| std::os::unix::fs::symlink(target, &link))
+            .map_err(|e| at(&link, &e))
     }
 
     /// Takes the lock, from a process that ends within `limit` if need be.
@@ -247,8 +277,9 @@ impl StateDir {
     pub fn open_door(&self, file: &Path) -> io::Result<Option<Door>> {
         let name = door_name(file);
         // A supervisor that was killed in the middle of this.
-        fs::remove_file(self.path.join(&name)).or_else(absent)?;
-        let door = Door::open(&self.path, &name)?;
+        let path = self.path.join(&name);
+        fs::remove_file(&path).or_else(absent)?;
+        let door = Door::open(&self.path, &name).map_err(|e| at(&path, &e))?;
         rustix::stdio::dup2_stdin(door.handle())?;
         // Of two that begin at the same time both may see the other here, never neither.
         let others = door::find(|n| n == name, Some(DOOR_NUMBER))?;

@@ -49,7 +49,7 @@ pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
 fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
     let path = path(project);
     if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir)?;
+        std::fs::create_dir_all(dir).map_err(|e| state::at(dir, &e))?;
     }
     let lines: String = stopped.iter().map(|vm| format!("{vm}\n")).collect();
     state::write_atomically(&path, lines.as_bytes())

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::compose::accelerator::AccelUse;
+use crate::project::patience::tests::Processes;
 use std::io::{BufRead, BufReader, Write};
 
 /// Slots of the VMs a and b, whose server may refuse a.
@@ -114,4 +115,16 @@ fn an_accelerator_is_there_for_its_owner_before_any_client_is_started() {
         Accelerator::used_by(vm, &project.compose.vm[vm], &project.compose).collect()
     };
     assert_eq!((used("owner").len(), used("a").len(), used("c").len()), (1, 1, 0));
+}
+
+#[test]
+fn a_server_that_does_not_answer_while_it_waits_for_a_cpu_is_not_said_to_be_silent() {
+    let look = |process: &Processes| {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        look(Arc::new(Mutex::new(Peer::new(ours))), process.first()).unwrap_err()
+    };
+    assert_eq!(look(&Processes::start(&["sleep", "1000"], 1)), "does not answer");
+    let crowd = Processes::on_one_cpu(8);
+    // A first look may come before there is a crowd.
+    while look(&crowd) != "waits for a CPU of this busy host" {}
 }

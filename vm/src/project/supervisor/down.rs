@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
+
 use super::order::{self, Turnstile};
 use super::requests::SILENT;
 use super::turn::{Of, Turn};
@@ -19,18 +21,15 @@ use crate::project::keeper;
 const COURTESY: Duration = Duration::from_secs(2);
 /// For one whose VMs were killed.
 const CUT_OFF: Duration = Duration::from_secs(2);
-/// For a command that is in the way of stopping some VMs.
-const OTHERS: Duration = Duration::from_secs(20);
-/// All of `down`: the above, the VMs at the same time, then switches and servers at the same time.
+/// For a command that starts or stops the VMs which are to be stopped.
+const OTHERS: Duration = Duration::from_secs(2);
+/// All of `down`: what comes before, the VMs at the same time, then switches and servers at the same time.
 const LONGEST: Duration = Duration::from_secs(30);
-const _: () = assert!(
-    COURTESY.as_millis()
-        + CUT_OFF.as_millis()
-        + stop::LONGEST.as_millis()
-        + keeper::ENDING.as_millis()
-        + keeper::DEATH.as_millis()
-        < LONGEST.as_millis()
-);
+/// The last two of these.
+const ENDS: Duration = stop::LONGEST.saturating_add(keeper::ENDING).saturating_add(keeper::DEATH);
+const _: () =
+    assert!(ENDS.saturating_add(COURTESY).saturating_add(CUT_OFF).as_millis() < LONGEST.as_millis());
+const _: () = assert!(ENDS.saturating_add(SILENT).saturating_add(OTHERS).as_millis() < LONGEST.as_millis());
 
 impl Supervisor {
     /// Stops VMs, all of them and what runs beside them where the list is empty.
@@ -44,21 +43,12 @@ impl Supervisor {
         for vm in vms {
             self.machine(vm)?;
         }
-        let turn = self.changing.take_within(Of::All, SILENT).or_else(|| {
-            let text = format!(
-                "another command is starting or stopping VMs; this one waits for its end, at most {} s",
-                OTHERS.as_secs()
-            );
-            reporter.send(&Event::Note { text });
-            self.changing.take_within(Of::All, OTHERS)
-        });
-        let Some(_turn) = turn else {
-            anyhow::bail!(
-                "another command has been starting or stopping VMs for more than {} s; 'tombolo down' without a name cuts it off",
-                OTHERS.as_secs()
-            );
-        };
-        self.stop(|machine| vms.iter().any(|vm| vm == machine.name()), Some(reporter))?;
+        let vms: BTreeSet<String> = vms.iter().cloned().collect();
+        let turn = self.turn_of(&vms, reporter)?;
+        self.stop(|machine| vms.contains(machine.name()), Some(reporter))?;
+        drop(turn);
+        // A command that has the turn still may use what runs beside the VMs.
+        let Some(_turn) = self.changing.take_within(Of::All, Duration::ZERO) else { return Ok(()) };
         let mut inner = self.lock();
         if inner.machines.is_empty() {
             let beside = inner.clear();
@@ -67,6 +57,28 @@ impl Supervisor {
             self.dir.remove();
         }
         Ok(())
+    }
+
+    /// Waits for the turn to stop these VMs. Commands about others are not in the way.
+    ///
+    /// # Errors
+    /// One about these does not end.
+    fn turn_of(&self, vms: &BTreeSet<String>, reporter: &Reporter) -> anyhow::Result<Turn<'_>> {
+        let turn = self.changing.take_within(Of::Vms(vms), SILENT).or_else(|| {
+            let text = format!(
+                "another command is starting or stopping this VM; this one waits for its end, at most {} s",
+                OTHERS.as_secs()
+            );
+            reporter.send(&Event::Note { text });
+            self.changing.take_within(Of::Vms(vms), OTHERS)
+        });
+        turn.with_context(|| {
+            format!(
+                "another command has been starting or stopping {} for more than {} s; try again, or 'tombolo down' without a name, which cuts it off",
+                vms.iter().map(|vm| format!("'{vm}'")).collect::<Vec<_>>().join(" or "),
+                (SILENT + OTHERS).as_secs()
+            )
+        })
     }
 
     /// Stops everything.

@@ -27,6 +27,8 @@ pub enum Of<'a> {
     All,
     /// The one of this name.
     Vm(&'a str),
+    /// Those of these names.
+    Vms(&'a BTreeSet<String>),
 }
 
 impl Taken {
@@ -34,6 +36,7 @@ impl Taken {
         match of {
             Of::All => self.all || self.narrowed > 0 || !self.vms.is_empty(),
             Of::Vm(name) => self.all || self.vms.contains(name),
+            Of::Vms(names) => self.all || !self.vms.is_disjoint(names),
         }
     }
 }
@@ -68,6 +71,7 @@ impl Turns {
         match of {
             Of::All => held.all = true,
             Of::Vm(name) => drop(held.vms.insert(name.to_owned())),
+            Of::Vms(names) => held.vms.clone_from(names),
         }
         taken.all |= held.all;
         taken.vms.extend(held.vms.iter().cloned());
@@ -158,7 +162,15 @@ mod tests {
         drop(turns.take_within(Of::Vm("c"), NOW).unwrap());
         drop(reboot);
         drop(turns.take_within(Of::All, NOW).unwrap());
-        drop(turns.take_within(Of::Vm("a"), NOW).unwrap());
+        let [ab, bc, c] =
+            [&["a", "b"][..], &["b", "c"], &["c"]].map(|vms| vms.iter().map(|vm| vm.to_string()).collect());
+        let down = turns.take_within(Of::Vms(&ab), NOW).unwrap();
+        assert!(
+            turns.take_within(Of::Vms(&bc), NOW).is_none() && turns.take_within(Of::Vm("b"), NOW).is_none()
+        );
+        drop(turns.take_within(Of::Vms(&c), NOW).unwrap());
+        drop(down);
+        drop(turns.take_within(Of::Vms(&bc), NOW).unwrap());
     }
 
     #[test]

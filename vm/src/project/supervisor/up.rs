@@ -306,18 +306,22 @@ impl<'a> Starts<'a> {
         }
     }
 
-    /// Stops the VMs that were started, and removes the overlays of those that were not. Returns why some are still there.
+    /// Stops the VMs that were started, all at the same time, and removes the overlays of those that were not. Returns why some are still there.
     fn take_back(&self, starting: &BTreeSet<String>) -> Vec<String> {
-        let mut errors = Vec::new();
-        for name in starting {
-            let was_started = self.started().iter().any(|machine| machine.name() == name);
-            if was_started {
-                errors.extend(self.stop(name).err().map(|e| format!("{e:#}")));
-            } else if self.supervisor.machine(name).is_err() {
+        let started: BTreeSet<String> =
+            self.started().iter().map(|machine| machine.name().to_owned()).collect();
+        for name in starting.difference(&started) {
+            if self.supervisor.machine(name).is_err() {
                 disks::discard(&self.supervisor.dir, Some(name));
             }
         }
-        errors
+        std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                started.intersection(starting).map(|name| scope.spawn(|| self.stop(name))).collect();
+            let failed = || Err(anyhow::anyhow!("a thread that stops a VM failed"));
+            let stopped = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| failed()));
+            stopped.filter_map(|stopped| stopped.err().map(|e| format!("{e:#}"))).collect()
+        })
     }
 
     /// Stops a VM that was started, or whose reboot has begun since.
