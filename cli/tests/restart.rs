@@ -111,6 +111,20 @@ fn a_policy_with_a_number_gives_up() {
     lab.good(&["down"]);
 }
 
+#[test]
+fn a_vm_whose_reboot_fails_before_there_is_a_qemu_starts_again_by_its_policy() {
+    let lab = lab("restart = \"on-failure\"\n");
+    lab.good(&["up"]);
+    let [kernel, away] = ["kernel", "away"].map(|name| lab.dir.path().join(name));
+    std::fs::rename(&kernel, &away).unwrap();
+    signal(number(&vm(&lab)["pid"]), "USR1");
+    until("it does not wait", || vm(&lab)["state"].as_str().unwrap().starts_with("restarting in "));
+    std::fs::rename(&away, &kernel).unwrap();
+    until("it does not start again", || vm(&lab)["state"] == "up");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 /// Runs the command of the packages' unit with a socket for READY=1, as systemd does.
 struct Unit {
     up: Child,

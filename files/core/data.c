@@ -94,6 +94,7 @@ int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
 		return err;
 	w->h = h;
 	w->is_new = w->started = false;
+	w->added_from = w->added_to = 0;
 	err = tfs_lock_inode(fs, h);
 	if (err)
 		end_tx(fs, w);
@@ -130,7 +131,47 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 		return 0;
 	}
 	w->is_new = false;
-	return inode ? link_run(fs, inode, w->fblock, &w->run) : -EUCLEAN;
+	if (!inode)
+		return -EUCLEAN;
+	if (w->added_to != w->fblock)
+		w->added_from = w->fblock;
+	w->added_to = w->fblock + w->run.count;
+	return link_run(fs, inode, w->fblock, &w->run);
+}
+
+/* Returns whether the file has blocks from here on, or is damaged. */
+static bool has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
+{
+	tmb_u64 end = TFS_MAX_SIZE >> TFS_BLOCK_SHIFT, runs = 0;
+	struct tfs_run run = {0};
+
+	for (; fblock < end; fblock += run.count)
+		if (next_run(fs, inode, fblock, end - fblock, &run, &runs) || run.block)
+			return true;
+	return false;
+}
+
+void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end)
+{
+	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
+	struct tfs_gone *gone;
+	tmb_u64 from, to = w->added_to, size;
+
+	if (!inode || !to)
+		return;
+	size = tmb_load(&inode->size);
+	from = tfs_blocks_of(end > size ? end : size);
+	from = from > w->added_from ? from : w->added_from;
+	if (from >= to)
+		return;
+	if (!has_blocks(fs, inode, to))
+		to = ~0ULL; /* also the nodes */
+	/* Without memory they stay, until the file is truncated. */
+	if (tfs_begin_removal(fs, w->slot, inode, from, to, &gone))
+		return;
+	/* A recovery removes them, too (TFS_REDO_TRIM). */
+	tfs_remove_blocks(fs, inode, w->h.ino, from, to, gone, true);
+	tfs_end_removal(fs, gone);
 }
 
 static void drop_suid(struct tfs_inode *inode)
@@ -333,6 +374,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 		if (!err)
 			done += n;
 	}
+	tfs_write_trim_locked(fs, &w, done ? *offset + done : 0);
 	tfs_write_end_locked(fs, &w, done ? *offset + done : 0, kill_suid, now);
 	tfs_unlock_inode(fs, h.ino);
 	return done ? (tmb_s64)done : err;
@@ -376,50 +418,51 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 
 /* --- size, space, holes ------------------------------------------------------------------------------------------------- */
 
-int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_suid, tmb_s64 now)
+int tfs_truncate_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 size, bool kill_suid, tmb_s64 now)
 {
-	struct tfs_inode *inode;
+	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
 	struct tfs_gone *gone = NULL;
-	tmb_u64 old, from = tfs_blocks_of(size);
-	tmb_u32 slot;
-	int err;
+	tmb_u64 old = inode ? tmb_load(&inode->size) : 0, from = tfs_blocks_of(size);
+	int err = 0;
 
-	if (size > TFS_MAX_SIZE)
-		return -EFBIG;
-	err = tfs_tx_begin(fs, &slot);
-	if (err)
-		return err;
-	err = tfs_lock_inode(fs, h);
-	if (err)
-		goto end;
-	inode = tfs_inode(fs, h.ino);
-	old = tmb_load(&inode->size);
-	tfs_tx_inode(fs, slot, 0, h.ino);
-	if (size > old)
+	tfs_tx_inode(fs, w->slot, 0, w->h.ino);
+	if (!inode)
+		err = -EUCLEAN;
+	else if (size > TFS_MAX_SIZE)
+		err = -EFBIG;
+	else if (size > old)
 		err = zero_behind_end(fs, inode, size);
 	else
-		err = tfs_begin_removal(fs, slot, inode, from, ~0ULL, &gone);
+		err = tfs_begin_removal(fs, w->slot, inode, from, ~0ULL, &gone);
 	if (!err) {
 		if (size <= old)
-			tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, ~0ULL);
-		tfs_tx_word(fs, slot, &inode->size, size);
-		tfs_tx_commit(fs, slot);
+			tfs_tx_redo(fs, w->slot, TFS_REDO_TRUNCATE, from, ~0ULL);
+		tfs_tx_word(fs, w->slot, &inode->size, size);
+		tfs_tx_commit(fs, w->slot);
 		if (kill_suid)
 			drop_suid(inode);
 		tfs_changed(inode, now, true);
 		if (size <= old) {
 			err = zero_range(fs, inode, size, end_of_block(size));
 			if (!err)
-				err = tfs_remove_blocks(fs, inode, h.ino, from, ~0ULL, gone, false);
+				err = tfs_remove_blocks(fs, inode, w->h.ino, from, ~0ULL, gone, false);
 		}
 	}
 	if (gone)
 		tfs_end_removal(fs, gone);
-	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_tx_end(fs, w->slot);
 	return err;
-end:
-	tfs_tx_end(fs, slot);
+}
+
+int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_suid, tmb_s64 now)
+{
+	struct tfs_write w;
+	int err = tfs_write_begin(fs, h, &w);
+
+	if (err)
+		return err;
+	err = tfs_truncate_locked(fs, &w, size, kill_suid, now);
+	tfs_unlock_inode(fs, h.ino);
 	return err;
 }
 
@@ -467,36 +510,57 @@ static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write 
 	return 0;
 }
 
+int tfs_punch_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 offset, tmb_u64 end, tmb_s64 now)
+{
+	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
+	int err = inode ? 0 : -EUCLEAN;
+
+	if (!err) {
+		start_tx(fs, w);
+		err = punch(fs, inode, w->h.ino, w->slot, offset, end);
+	}
+	tfs_write_end_locked(fs, w, 0, false, 0);
+	if (!err)
+		tfs_changed(inode, now, true);
+	return err;
+}
+
+static int punch_whole(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, tmb_u64 end, tmb_s64 now)
+{
+	struct tfs_write w;
+	int err = tfs_write_begin(fs, h, &w);
+
+	if (err)
+		return err;
+	err = tfs_punch_locked(fs, &w, offset, end, now);
+	tfs_unlock_inode(fs, h.ino);
+	return err;
+}
+
 /* Fills one step of the range under the inode's lock. size_to: the file's new size; 0: unchanged. from: what lies behind the end before it was zeroed by an
  * earlier step. */
 static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 end, tmb_u64 size_to, tmb_u64 from, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	struct tfs_write w;
+	tmb_u64 size;
 	int err = tfs_write_begin(fs, h, &w);
 
 	if (err)
 		return err;
 	inode = tfs_inode(fs, h.ino);
-	if (mode & TFS_FALLOC_PUNCH) {
-		start_tx(fs, &w);
-		err = punch(fs, inode, h.ino, w.slot, offset, end);
-	} else {
-		tmb_u64 size = tmb_load(&inode->size);
-		bool longer = size_to > size;
-
-		from = from > size ? from : size;
-		if (!(mode & TFS_FALLOC_KEEP_SIZE) && from < end)
-			err = zero_range(fs, inode, from, end);
-		if (!err && mode & TFS_FALLOC_ZERO)
-			err = zero_range(fs, inode, offset, end);
-		if (!err)
-			err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(end));
-		tfs_barrier(fs);
-		if (!err && longer) {
-			tmb_store_release(&inode->size, size_to);
-			tfs_persist(fs, &inode->size, sizeof(inode->size));
-		}
+	size = tmb_load(&inode->size);
+	from = from > size ? from : size;
+	if (!(mode & TFS_FALLOC_KEEP_SIZE) && from < end)
+		err = zero_range(fs, inode, from, end);
+	if (!err && mode & TFS_FALLOC_ZERO)
+		err = zero_range(fs, inode, offset, end);
+	if (!err)
+		err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(end));
+	tfs_barrier(fs);
+	if (!err && size_to > size) {
+		tmb_store_release(&inode->size, size_to);
+		tfs_persist(fs, &inode->size, sizeof(inode->size));
 	}
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	if (!err)
@@ -515,7 +579,7 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 	if (end > TFS_MAX_SIZE)
 		return -EFBIG;
 	if (mode & TFS_FALLOC_PUNCH)
-		return fill_step(fs, h, mode, offset, end, 0, 0, now);
+		return punch_whole(fs, h, offset, end, now);
 	/* In steps, so that other members get the lock in between; the size last. */
 	while (!err && offset < end) {
 		tmb_u64 to = TFS_MIN(end, (offset / FALLOC_STEP + 1) * FALLOC_STEP);
@@ -525,43 +589,4 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 		tfs_os_yield();
 	}
 	return err;
-}
-
-/* One step of a seek: tfs_map under a pin, repeated until no block was unlinked meanwhile. */
-static int look_at(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
-{
-	for (tmb_u32 tries = 0; tries < TFS_READ_TRIES; tries++) {
-		struct tfs_look look = tfs_look_begin(fs, h.ino);
-		int err = tfs_map(fs, h, fblock, count, run);
-
-		if (tfs_look_end(fs, &look) || err)
-			return err;
-	}
-	return -EBUSY;
-}
-
-tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole)
-{
-	struct tfs_inode *inode;
-	tmb_u64 size = tfs_size(fs, h), runs = 0;
-	int gone = tfs_live_inode(fs, h, &inode);
-
-	if (gone)
-		return gone;
-	if (offset >= size)
-		return -ENXIO;
-	while (offset < size) {
-		tmb_u64 fblock = offset >> TFS_BLOCK_SHIFT;
-		struct tfs_run run;
-		int err = look_at(fs, h, fblock, tfs_blocks_of(size) - fblock, &run);
-
-		if (!err && ++runs > 2 * (fs->blocks + 1))
-			err = tfs_damage(fs, "file without end", fblock, runs);
-		if (err)
-			return err;
-		if (hole == !run.block)
-			return (tmb_s64)offset;
-		offset = (fblock + run.count) << TFS_BLOCK_SHIFT;
-	}
-	return hole ? (tmb_s64)size : -ENXIO;
 }

@@ -304,7 +304,6 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		      bool recovering)
 {
 	tmb_u64 removed = 0, holders = 0;
-	bool killed = false;
 	int more = 0;
 
 	if (from >= to || !tmb_load(&inode->root))
@@ -320,14 +319,12 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		/* A mapper that did not let go once is not waited for again. */
 		holders = tfs_holders(fs, inode, ino, !recovering && !holders);
 		tfs_barrier(fs);
-		/* The removal goes on though the caller was killed: else the rest would show when the file grows. */
-		mark = tfs_free_begin(fs, holders, killed);
-		killed |= mark == tfs_tag(fs);
-		if (killed && tfs_fenced(fs))
+		mark = tfs_free_begin(fs, holders);
+		if (mark == tfs_tag(fs))
 			break;
 		for (tmb_u32 i = 0; i < gone->n; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, mark);
-		tfs_free_end(fs, mark);
+		tfs_free_end(fs, mark, holders);
 		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
 		removed += gone->blocks;
 		tfs_os_yield();

@@ -158,15 +158,14 @@ static int redo_all(struct tfs *fs, struct tfs_member_area *area, tmb_u8 tag)
  * Frees the blocks with the tag. After damage any of them may be linked where no walk came, so none is freed: a block that two files have is worse than
  * one that is lost until fsck finds it.
  */
-static int free_unlinked(struct tfs *fs, const struct settling *s)
+static void free_unlinked(struct tfs *fs, const struct settling *s)
 {
 	tmb_u64 block = fs->data_start;
 
 	if (!s->damaged)
-		return tfs_free_tagged(fs, s->tag, s->holders);
-	while ((block = tfs_find_map(fs, block, fs->blocks, s->tag)) < fs->blocks)
+		tfs_free_tagged(fs, s->tag, s->holders);
+	while (s->damaged && (block = tfs_find_map(fs, block, fs->blocks, s->tag)) < fs->blocks)
 		tfs_set_map(fs, block, 1, TFS_MAP_USED);
-	return 0;
 }
 
 /* Empties the area of a member whose transactions are done: its pins, slots, waits, and its place among the watchers. */
@@ -203,11 +202,13 @@ static int recover_transactions(struct tfs *fs, tmb_u32 member)
 			settle(fs, member, i, k, &s);
 	}
 	err = redo_all(fs, area, s.tag);
-	if (!err)
-		err = free_unlinked(fs, &s);
-	if (!err)
-		clear_area(fs, member);
-	return err;
+	if (!err && tfs_fenced(fs))
+		err = -ESHUTDOWN;
+	if (err)
+		return err;
+	free_unlinked(fs, &s);
+	clear_area(fs, member);
+	return 0;
 }
 
 /* --- references --------------------------------------------------------------------------------------------------- */
@@ -304,7 +305,7 @@ static bool is_half_done(struct tfs *fs, tmb_u64 lock)
 /*
  * Takes the lock of a member's recovery. A dead owner's transactions are recovered first: it may have been changing the same inodes, and another member
  * may be recovering it now. 1: not needed, because the transactions are recovered and the
- * caller wants no more. The owner recovers transactions first, which waits for no lock but that of the deferred blocks. So a thread that holds
+ * caller wants no more. The owner recovers transactions first, which waits for no lock. So a thread that holds
  * locks of inodes and waits here goes on, even while the owner waits for locks of inodes to forget open references. A thread takes several in
  * the order of their members, and holds no other lock then.
  */

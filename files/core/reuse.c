@@ -10,12 +10,17 @@
  * for again until it has checked its readers and mappings.
  *
  * Freeing a block that some members may still look at is deferred: its map byte becomes TFS_MAP_DEFERRED, and the super block has a bit for each of those
- * members. A member's bit is cleared when it has revoked all its stale mappings and its readers have finished, when it leaves, or when it dies. When no
- * bit is left, all deferred blocks become free. One lock covers setting and clearing.
+ * members, its holders. A member's bit is cleared when it has revoked all its stale mappings and its readers have finished, when it leaves, or when it
+ * dies. When no bit of a living member is left, all deferred blocks become free.
  *
- * The lock's owner may die. The next owner then finds bits without deferred blocks, or free blocks whose bits are still set; both are harmless. A
- * process that is killed while it waits for the lock leaves the blocks with its member's tag and stores the members' bits in its member area; the
- * recovery of this member defers the blocks.
+ * Only the members that clear bits and free blocks take a lock (deferred_lock). One that defers blocks takes none, since the lock's owner may be
+ * suspended. It sets its holders' TMB_PENDING_REVOKE, then their bits, then the map bytes, then bits and TMB_PENDING_REVOKE again:
+ * - Whoever finds a deferred byte and then looks at the bits sees those of its holders, and does not free it.
+ * - A holder that clears its bit, and was asked meanwhile, sees its TMB_PENDING_REVOKE afterwards, and sets the bit again.
+ * - A holder that let go too early to find the byte lets go once more.
+ * A member that finds the lock taken by a living one leaves its work to that: it sets the owner's bit and TMB_PENDING_REVOKE.
+ *
+ * The lock's owner may die. The next owner then finds bits without deferred blocks, or free blocks whose bits are still set; both are harmless.
  */
 #include "tfs_internal.h"
 
@@ -244,91 +249,124 @@ static int lock(struct tfs *fs)
 	return tfs_lock(fs, &tfs_sb(fs)->deferred_lock, TFS_NO_RECOVERY);
 }
 
+/* Takes the lock unless a living member keeps it, which may be suspended. *owner: that member. */
+static bool lock_soon(struct tfs *fs, tmb_u32 *owner)
+{
+	struct tmb_lock *deferred = &tfs_sb(fs)->deferred_lock;
+
+	for (tmb_u32 round = 0; round < SPINS; round++) {
+		tmb_u64 now = tmb_load(&deferred->word);
+
+		*owner = tmb_lock_owner(now);
+		if (tfs_try_lock(fs, deferred))
+			return true;
+		if ((now & TFS_LOCK_KIND) != TFS_LOCK_HELD || !tfs_member_alive(fs, *owner, (tmb_u32)(now >> 32)))
+			return !lock(fs);
+		tfs_os_relax();
+	}
+	return false;
+}
+
 static void end_deferral(struct tfs *fs)
 {
 	tfs_unlock(fs, &tfs_sb(fs)->deferred_lock);
 }
 
-/*
- * Takes the lock, stores that the holders may look at deferred blocks, and asks them to let go. In this order, so that a holder that clears its
- * TMB_PENDING_REVOKE after the request sees its bit, and one that cleared it before is asked again.
- */
-static int begin_deferral(struct tfs *fs, tmb_u64 holders)
+static void set_holders(struct tfs *fs, tmb_u64 holders)
 {
-	struct tfs_super *sb = tfs_sb(fs);
-	int err = lock(fs);
+	tmb_u64 *word = &tfs_sb(fs)->deferred_members;
 
-	if (err)
-		return err;
-	tmb_fetch_or(&sb->deferred_members, holders);
-	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
+	tmb_fetch_or(word, holders);
+	tfs_persist(fs, word, sizeof(*word));
 	tfs_barrier(fs);
+}
+
+tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders)
+{
+	if (!holders)
+		return TFS_MAP_FREE;
+	if (tfs_fenced(fs)) /* other members clean up after this one */
+		return tfs_tag(fs);
+	for (tmb_u64 left = holders; fs->members && left; left &= left - 1)
+		tmb_fetch_or(&fs->members[__builtin_ctzll(left)].pending, TMB_PENDING_REVOKE);
+	set_holders(fs, holders);
+	return TFS_MAP_DEFERRED;
+}
+
+void tfs_free_end(struct tfs *fs, tmb_u8 mark, tmb_u64 holders)
+{
+	if (mark != TFS_MAP_DEFERRED)
+		return;
+	set_holders(fs, holders);
 	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
-	return 0;
+	tfs_deferred_release(fs, 0); /* if all of them have died meanwhile */
 }
 
-tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed)
-{
-	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
-	int err = !holders ? 0 : killed ? -EINTR : begin_deferral(fs, holders);
-
-	if (!err)
-		return holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE;
-	if (err != -ESHUTDOWN) { /* after -ESHUTDOWN other members clean up this member's area */
-		tmb_fetch_or(&area->kept_for, holders);
-		tfs_persist(fs, &area->kept_for, sizeof(area->kept_for));
-		tmb_store(&fs->unclean, true);
-	}
-	return tfs_tag(fs);
-}
-
-void tfs_free_end(struct tfs *fs, tmb_u8 mark)
-{
-	if (mark == TFS_MAP_DEFERRED)
-		end_deferral(fs);
-}
-
-int tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
+void tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
 {
 	tmb_u64 block = fs->data_start;
-	int err = holders ? begin_deferral(fs, holders) : 0;
+	tmb_u8 mark = tfs_free_begin(fs, holders);
 
-	if (err)
-		return err;
+	if (mark != TFS_MAP_FREE && mark != TFS_MAP_DEFERRED)
+		return;
 	while ((block = tfs_find_map(fs, block, fs->blocks, tag)) < fs->blocks)
-		tfs_set_map(fs, block, 1, holders ? TFS_MAP_DEFERRED : TFS_MAP_FREE);
-	if (holders)
-		end_deferral(fs);
-	return 0;
+		tfs_set_map(fs, block, 1, mark);
+	tfs_free_end(fs, mark, holders);
 }
 
-/* The caller holds the lock of the deferred blocks. */
-static void release(struct tfs *fs, tmb_u64 members)
+/* Returns whether this member was asked to let go since its last round began. */
+static bool is_asked(struct tfs *fs)
 {
-	struct tfs_super *sb = tfs_sb(fs);
-	tmb_u64 left = tfs_active_members(fs, tmb_load(&sb->deferred_members) & ~members), block = fs->data_start;
+	return tmb_load(&fs->asked) || (fs->members && tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE);
+}
 
-	if (!left)
-		while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_DEFERRED)) < fs->blocks)
-			tfs_set_map(fs, block, 1, TFS_MAP_FREE);
+void tfs_asked(struct tfs *fs)
+{
+	tmb_store(&fs->asked, true);
+}
+
+/*
+ * Clears the bits of members that have let go, left or died, and frees the deferred blocks if no living member's bit is left. own: one of them is this
+ * member, whose bit stays if it was asked once more. The caller holds the lock of the deferred blocks.
+ */
+static void release(struct tfs *fs, tmb_u64 members, bool own)
+{
+	tmb_u64 *holders = &tfs_sb(fs)->deferred_members, block = fs->data_start;
+
+	while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_DEFERRED)) < fs->blocks) {
+		__atomic_thread_fence(__ATOMIC_ACQUIRE); /* the bits after the byte */
+		if (tfs_active_members(fs, tmb_load(holders) & ~members) || (own && is_asked(fs)))
+			break;
+		tfs_set_map(fs, block, 1, TFS_MAP_FREE);
+	}
 	tfs_barrier(fs);
-	tmb_store_release(&sb->deferred_members, left);
-	tfs_persist(fs, &sb->deferred_members, sizeof(sb->deferred_members));
+	tmb_fetch_and(holders, ~members);
+	if (own && is_asked(fs))
+		tmb_fetch_or(holders, 1ULL << fs->member);
+	tfs_persist(fs, holders, sizeof(*holders));
 }
 
 void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 holders = tmb_load(&tfs_sb(fs)->deferred_members);
+	tmb_u64 *word = &tfs_sb(fs)->deferred_members, holders = tmb_load(word);
+	tmb_u32 owner;
 
-	if (holders == tfs_active_members(fs, holders & ~members) || lock(fs))
+	if (!(holders & members) && (!holders || tfs_active_members(fs, holders)))
 		return;
-	release(fs, members);
-	end_deferral(fs);
+	if (lock_soon(fs, &owner)) {
+		release(fs, members, false);
+		end_deferral(fs);
+	} else if (owner < TFS_MEMBERS) {
+		tfs_ring_members(fs, 1ULL << owner, TMB_PENDING_REVOKE);
+		set_holders(fs, 1ULL << owner);
+		tfs_ring_members(fs, 1ULL << owner, TMB_PENDING_REVOKE);
+		tmb_fetch_and(word, ~(members & ~(1ULL << owner)));
+	}
 }
 
 bool tfs_await_deferred(struct tfs *fs)
 {
-	tmb_u64 *holders = &tfs_sb(fs)->deferred_members, since = 0, members = tmb_load(holders), silent;
+	tmb_u64 *holders = &tfs_sb(fs)->deferred_members, since = 0, members = tfs_active_members(fs, tmb_load(holders)), silent;
 	tmb_u32 begun[TFS_MEMBERS];
 
 	if (!members)
@@ -340,7 +378,7 @@ bool tfs_await_deferred(struct tfs *fs)
 			note_silent(fs, members & ~(1ULL << fs->member), begun);
 			break;
 		}
-		members = tmb_load_acquire(holders);
+		members = tfs_active_members(fs, tmb_load_acquire(holders));
 	}
 	return !members;
 }
@@ -353,6 +391,7 @@ void tfs_revoke(struct tfs *fs)
 
 	if (fs->read_only)
 		return;
+	tmb_store(&fs->asked, false);
 	tmb_store(&area->revokes_begun, tmb_load(&area->revokes_begun) + 1);
 	tmb_fence(); /* a member that saw the old number has unlinked before the mappings are looked at */
 }
@@ -374,42 +413,21 @@ static bool readers_left(struct tfs *fs)
 	return false;
 }
 
-/*
- * Takes the lock of the deferred blocks unless a living member keeps it: one that is suspended with it must not stop the worker, which other members wait
- * for.
- */
-static bool lock_soon(struct tfs *fs)
-{
-	struct tmb_lock *deferred = &tfs_sb(fs)->deferred_lock;
-
-	for (tmb_u32 round = 0; round < SPINS; round++) {
-		tmb_u64 now = tmb_load(&deferred->word);
-
-		if (tfs_try_lock(fs, deferred))
-			return true;
-		if ((now & TFS_LOCK_KIND) != TFS_LOCK_HELD || !tfs_member_alive(fs, tmb_lock_owner(now), (tmb_u32)(now >> 32)))
-			return !lock(fs);
-		tfs_os_relax();
-	}
-	return false;
-}
-
 bool tfs_revoked(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 	tmb_u64 bit = 1ULL << fs->member;
+	tmb_u32 owner;
 
 	if (!fs->read_only)
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
 	if (!fs->members || fs->read_only || tfs_fenced(fs) || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
 		return false;
-	if (readers_left(fs) || !lock_soon(fs)) {
+	if (readers_left(fs) || !lock_soon(fs, &owner)) {
 		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
 		return true;
 	}
-	/* The bit is set again: blocks deferred since then wait for the next round. */
-	if (!(tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE))
-		release(fs, bit);
+	release(fs, bit, true);
 	end_deferral(fs);
-	return false;
+	return is_asked(fs);
 }

@@ -174,7 +174,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	memset(fs->freeing, 0, sizeof(fs->freeing));
 	fs->numbers = 0;
 	fs->silent = 0;
-	fs->unclean = false;
+	fs->unclean = fs->asked = false;
 	fs->hash_seed = tmb_load(&sb->hash_seed);
 	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;

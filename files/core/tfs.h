@@ -37,6 +37,7 @@ struct tfs {
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
 	bool unclean;	 /* this member left work to its recovery */
+	bool asked;	 /* another thread may have cleared TMB_PENDING_REVOKE since tfs_revoke */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	bool reserve_taken; /* reserved blocks were used and not replaced yet */
 	tmb_u8 freeing[TFS_TX_SLOTS]; /* how many inodes the transaction in each slot has freed */
@@ -78,10 +79,12 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
  * whose tfs_map_seq has changed since the mapping, then calls tfs_revoked. If a mapping can't be taken back, it sets the bit again instead.
  */
 void tfs_revoke(struct tfs *fs);
-/* Called when every mapping that was stale when TMB_PENDING_REVOKE was cleared is gone: blocks deferred for them become free. True: it has set the bit
- * again, since one of this member's readers has not finished or another member has the lock of the deferred blocks; the caller calls both once more after
- * a while. */
+/* Called when every mapping that was stale when TMB_PENDING_REVOKE was cleared is gone: blocks deferred for them become free. True: one of this member's
+ * readers has not finished, another member has the lock of the deferred blocks, or this one was asked once more; the caller calls both again after a
+ * while. */
 bool tfs_revoked(struct tfs *fs);
+/* Called before the pending bits are cleared by another thread than that which calls tfs_revoke and tfs_revoked: it may be between the two. */
+void tfs_asked(struct tfs *fs);
 
 /* Called when this member's doorbell rang: threads that wait for a lock look again. */
 void tfs_rang(struct tfs *fs);
@@ -260,6 +263,7 @@ struct tfs_write {
 	bool is_new;
 	struct tfs_run run;
 	tmb_u64 fblock;
+	tmb_u64 added_from, added_to; /* the last blocks in a row that it has added to the file */
 };
 int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w);
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count);
@@ -267,6 +271,8 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w);
 /* end: file offset after the last byte written (0: nothing written). Raises the size to it, stamps mtime and ctime, clears S_ISUID and S_ISGID if
  * kill_suid, ends the transaction. The caller calls it after every begin. */
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now);
+/* Called before tfs_write_end_locked with the same 'end': frees the blocks that this write has added behind it, if it was cut short. */
+void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end);
 /* Zeroes what blocks have from the present size to the end of its block, or to 'to' if that lies further on, so that a larger size exposes no old bytes.
  * to: where the write begins. */
 int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h, tmb_u64 to);
@@ -286,6 +292,10 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 
 /* Changes the size. Blocks beyond it are freed once no member reads, maps or pins them. Takes the inode's lock. */
 int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_suid, tmb_s64 now);
+/* The same, and TFS_FALLOC_PUNCH of [offset, end), between tfs_write_begin and tfs_unlock_inode; they end the transaction. So the caller can take locks of
+ * its own once it has waited for the inode's. They wait for other members only as long as TFS_REVOKE_LIMIT_NS. */
+int tfs_truncate_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 size, bool kill_suid, tmb_s64 now);
+int tfs_punch_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 offset, tmb_u64 end, tmb_s64 now);
 #define TFS_FALLOC_KEEP_SIZE 1u
 #define TFS_FALLOC_PUNCH 2u
 #define TFS_FALLOC_ZERO 4u

@@ -61,7 +61,8 @@
 
 #define TFS_INCOMPAT_FAIR_LOCKS 1ULL /* lock words are as below */
 #define TFS_INCOMPAT_FILE_LOCKS 2ULL /* a file's table of file locks has a lock of its own */
-#define TFS_INCOMPAT_ALL 3ULL	     /* a program of this version needs all of them, and adds those that are missing */
+#define TFS_INCOMPAT_FREE_DEFERRAL 4ULL /* blocks are deferred without deferred_lock (reuse.c) */
+#define TFS_INCOMPAT_ALL 7ULL	     /* a program of this version needs all of them, and adds those that are missing */
 
 /*
  * The word of a struct tmb_lock in this area: as tombolo_zone.h defines lock words, with these bits in the tag. A word without an owner is free, and
@@ -110,7 +111,7 @@ struct tfs_super {
 	tmb_u64 errors;	  /* damage seen since the last fsck */
 	tmb_u64 watchers; /* bit per member that wants to hear of changes */
 	tmb_u64 deferred_members; /* bit per member that may still look at deferred blocks; when it is 0 they become free */
-	struct tmb_lock deferred_lock;
+	struct tmb_lock deferred_lock; /* of a member that frees deferred blocks */
 	tmb_u64 pad4[2];
 	tmb_u8 pad5[4096 - 384];
 };
@@ -325,7 +326,7 @@ struct tfs_member_area {
 	tmb_u64 pins_in_use; /* slots that this member has ever taken are below this */
 	tmb_u64 root;	     /* the directory that it is confined to; 0: none. The host sets it */
 	tmb_u64 account;     /* number + 1 of the account for what it creates; 0: none. The host sets it */
-	tmb_u64 kept_for;    /* bit per member that may look at blocks with this member's tag that belong to none of its transactions */
+	tmb_u64 kept_for;    /* of older programs: bit per member that may look at blocks with this member's tag that no transaction names */
 	tmb_u64 features;    /* which of TFS_INCOMPAT_ALL this member's program knows; bits 32-63: the epoch in which it declared them */
 	tmb_u64 pad1[1];
 	struct tfs_account own; /* the account with this area's number, whichever members bear it */

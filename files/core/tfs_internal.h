@@ -195,12 +195,12 @@ tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of 'member
 tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool wait);
 tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode); /* of other members */
 tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino);
-/* Between these, blocks with this member's tag that 'holders' may still look at get the map byte that begin returns: free, deferred, or the tag itself
- * if the caller was killed, so that the recovery of this member frees them. */
-tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders, bool killed);
-void tfs_free_end(struct tfs *fs, tmb_u8 mark);
+/* Between these, the caller stores what begin returns in the map bytes of unlinked blocks: free; deferred, if there are 'holders' that may still look at
+ * them; or its own tag if it was declared dead. Neither waits. */
+tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders);
+void tfs_free_end(struct tfs *fs, tmb_u8 mark, tmb_u64 holders);
 /* Frees the blocks that have the tag and are not linked; deferred if there are 'holders' that may still look at them. */
-int tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders);
+void tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders);
 void tfs_deferred_release(struct tfs *fs, tmb_u64 members); /* these members look at no deferred block any more */
 bool tfs_await_deferred(struct tfs *fs); /* waits a moment; true: the deferred blocks are free */
 

@@ -268,10 +268,11 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	tfs_count_blocks(fs, inode, (tmb_s64)(taken - had));
 	tfs_changed(inode, now, false);
 	if (old) {
-		tmb_u8 mark = tfs_free_begin(fs, tfs_reading(fs, inode, h.ino), false);
+		tmb_u64 readers = tfs_reading(fs, inode, h.ino);
+		tmb_u8 mark = tfs_free_begin(fs, readers);
 
 		tfs_tree_mark(fs, old, tfs_tag(fs), mark);
-		tfs_free_end(fs, mark);
+		tfs_free_end(fs, mark, readers);
 	}
 unlock:
 	tfs_tx_end(fs, slot);

@@ -290,6 +290,7 @@ static void write_in_steps(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, 
 		memset(tfs_block(fs, w.run.block), 1, w.run.count << TFS_BLOCK_SHIFT);
 		err = tfs_write_done_locked(fs, &w);
 	}
+	tfs_write_trim_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT);
 	tfs_write_end_locked(fs, &w, err ? 0 : (fblock + 1) << TFS_BLOCK_SHIFT, true, 1);
 	tfs_unlock_inode(fs, h.ino);
 }

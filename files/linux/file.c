@@ -10,6 +10,7 @@
 #include <linux/capability.h>
 #include <linux/falloc.h>
 #include <linux/pagemap.h>
+#include <linux/sched/signal.h>
 #include <linux/splice.h>
 #include <linux/uio.h>
 
@@ -148,6 +149,7 @@ static int write_locked(struct inode *inode, struct tfs_write *w, const struct t
 	}
 	if (err == -EAGAIN)
 		*done = 0;
+	tfs_write_trim_locked(fs, w, *done ? pos + *done : 0);
 	end_err = tfs_write_end_locked(fs, w, *done ? pos + *done : 0, kill_suid, tfs_os_now());
 	return end_err ? end_err : err;
 }
@@ -261,20 +263,67 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 
 /* --- size and space ------------------------------------------------------------------------------------------ */
 
-int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
+/*
+ * Locks the inode across members, unmaps it here and keeps page faults out (invalidate_lock). Faults and the worker wait for that lock without end, so it
+ * is not held while this waits for another member, or for pages in a pipe or under direct I/O.
+ */
+static int begin_removal(struct inode *inode, struct tfs_write *w)
 {
+	unsigned long until = jiffies + msecs_to_jiffies(TMB_PINNED_MS), pause = 1;
+	struct tfs *fs = tmb_fs(inode);
 	int err;
 
-	filemap_invalidate_lock(inode->i_mapping);
-	err = tmb_revoke_wait_locked(inode, TMB_PINNED_MS);
-	if (!err)
-		err = tfs_truncate(tmb_fs(inode), tmb_h(inode), size, kill_suid, tfs_os_now());
+	for (;;) {
+		err = tfs_write_begin(fs, tmb_h(inode), w);
+		if (err)
+			return err;
+		filemap_invalidate_lock(inode->i_mapping);
+		err = tmb_revoke_locked(inode);
+		if (!err)
+			return 0;
+		filemap_invalidate_unlock(inode->i_mapping);
+		abandon_write(fs, w);
+		if (err != -EBUSY || time_after(jiffies, until))
+			return err;
+		schedule_timeout_killable(pause);
+		if (fatal_signal_pending(current))
+			return -EINTR;
+		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);
+	}
+}
+
+static void end_removal(struct inode *inode)
+{
+	filemap_invalidate_unlock(inode->i_mapping);
+	tfs_unlock_inode(tmb_fs(inode), inode->i_ino);
+}
+
+int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
+{
+	struct tfs_write w;
+	int err = begin_removal(inode, &w);
+
+	if (err)
+		return err;
+	err = tfs_truncate_locked(tmb_fs(inode), &w, size, kill_suid, tfs_os_now());
 	if (!err) {
 		i_size_write(inode, size);
 		/* Private copies of pages beyond the end go too. */
 		unmap_mapping_range(inode->i_mapping, round_up(size, PAGE_SIZE), 0, 1);
 	}
-	filemap_invalidate_unlock(inode->i_mapping);
+	end_removal(inode);
+	return err;
+}
+
+static int punch(struct inode *inode, loff_t offset, loff_t length)
+{
+	struct tfs_write w;
+	int err = begin_removal(inode, &w);
+
+	if (err)
+		return err;
+	err = tfs_punch_locked(tmb_fs(inode), &w, offset, offset + length, tfs_os_now());
+	end_removal(inode);
 	return err;
 }
 
@@ -282,15 +331,12 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 {
 	struct inode *inode = file_inode(file);
 	u32 how = 0;
-	bool removes = mode & (FALLOC_FL_PUNCH_HOLE | FALLOC_FL_ZERO_RANGE);
 	long err;
 
 	if (mode & ~(FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE | FALLOC_FL_ZERO_RANGE))
 		return -EOPNOTSUPP;
 	if (mode & FALLOC_FL_KEEP_SIZE)
 		how |= TFS_FALLOC_KEEP_SIZE;
-	if (mode & FALLOC_FL_PUNCH_HOLE)
-		how |= TFS_FALLOC_PUNCH;
 	if (mode & FALLOC_FL_ZERO_RANGE)
 		how |= TFS_FALLOC_ZERO;
 	inode_lock(inode);
@@ -299,15 +345,12 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 		err = inode_newsize_ok(inode, offset + length);
 	if (err)
 		goto out;
-	if (removes) {
-		filemap_invalidate_lock(inode->i_mapping);
-		err = tmb_revoke_wait_locked(inode, TMB_PINNED_MS);
-	}
-	if (!err)
+	if (mode & FALLOC_FL_PUNCH_HOLE) {
+		err = punch(inode, offset, length);
+	} else {
 		err = tfs_fallocate(tmb_fs(inode), tmb_h(inode), how, offset, length, tfs_os_now());
-	if (removes)
-		filemap_invalidate_unlock(inode->i_mapping);
-	tmb_holes_filled(inode, offset, length);
+		tmb_holes_filled(inode, offset, length);
+	}
 	if (!err)
 		err = tmb_refresh(inode);
 out:

@@ -157,32 +157,41 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 /* A reference to give back in the zone, of an inode that this kernel has evicted. */
 struct closing {
 	struct list_head link;
+	struct work_struct work;
+	struct tmb_sb *s;
 	struct tfs_handle h;
+	enum { CLOSE_QUEUED, CLOSE_RUNS, CLOSE_TAKEN_OVER } state;
 };
 
-static void close_refs(struct work_struct *work)
+static void close_ref(struct work_struct *work)
 {
-	struct tmb_sb *s = container_of(work, struct tmb_sb, close);
-	struct closing *c;
+	struct closing *c = container_of(work, struct closing, work);
+	struct tmb_sb *s = c->s;
+	bool runs;
 
-	for (;;) {
-		spin_lock(&s->closing_lock);
-		c = list_first_entry_or_null(&s->closing, struct closing, link);
-		if (c)
-			list_del(&c->link);
-		s->closing_now = c ? c->h : (struct tfs_handle){};
-		spin_unlock(&s->closing_lock);
-		wake_up_all(&s->closed);
-		if (!c)
-			break;
+	spin_lock(&s->closing_lock);
+	runs = c->state == CLOSE_QUEUED;
+	if (runs)
+		c->state = CLOSE_RUNS;
+	spin_unlock(&s->closing_lock);
+	if (runs)
 		tfs_close_ref(&s->fs, c->h);
-		kfree(c);
-	}
+	spin_lock(&s->closing_lock);
+	list_del(&c->link);
+	spin_unlock(&s->closing_lock);
+	kfree(c);
+	wake_up_all(&s->closed);
 }
 
-static bool same_handle(struct tfs_handle a, struct tfs_handle b)
+/* Returns a reference of an earlier inode of this file that is in this state; NULL: there is none. The caller holds closing_lock. */
+static struct closing *find_closing(struct tmb_sb *s, struct tfs_handle h, int state)
 {
-	return a.ino == b.ino && a.generation == b.generation;
+	struct closing *c;
+
+	list_for_each_entry(c, &s->closing, link)
+		if (c->h.ino == h.ino && c->h.generation == h.generation && c->state == state)
+			return c;
+	return NULL;
 }
 
 static bool closing_now(struct tmb_sb *s, struct tfs_handle h)
@@ -190,7 +199,7 @@ static bool closing_now(struct tmb_sb *s, struct tfs_handle h)
 	bool yes;
 
 	spin_lock(&s->closing_lock);
-	yes = same_handle(s->closing_now, h);
+	yes = find_closing(s, h, CLOSE_RUNS);
 	spin_unlock(&s->closing_lock);
 	return yes;
 }
@@ -198,18 +207,14 @@ static bool closing_now(struct tmb_sb *s, struct tfs_handle h)
 /* Takes over the reference of an earlier inode of this file that waits to be given back; false: there is none. */
 static bool take_over(struct tmb_sb *s, struct tfs_handle h)
 {
-	struct closing *c, *found = NULL;
+	struct closing *c;
 
 	spin_lock(&s->closing_lock);
-	list_for_each_entry(c, &s->closing, link)
-		if (same_handle(c->h, h)) {
-			found = c;
-			list_del(&c->link);
-			break;
-		}
+	c = find_closing(s, h, CLOSE_QUEUED);
+	if (c)
+		c->state = CLOSE_TAKEN_OVER;
 	spin_unlock(&s->closing_lock);
-	kfree(found);
-	return found;
+	return c;
 }
 
 void tmb_closing_start(struct tmb_sb *s)
@@ -217,11 +222,10 @@ void tmb_closing_start(struct tmb_sb *s)
 	spin_lock_init(&s->closing_lock);
 	INIT_LIST_HEAD(&s->closing);
 	init_waitqueue_head(&s->closed);
-	INIT_WORK(&s->close, close_refs);
 }
 
 /*
- * Returns whether the work queue gives the reference back. The last user of a removed file may have to wait for other members' locks. Neither
+ * Returns whether a work item of its own gives the reference back. The last user of a removed file may have to wait for other members' locks. Neither
  * reclaim nor the worker may wait: the locks' owners may be waiting for them.
  */
 static bool close_later(struct inode *inode)
@@ -234,11 +238,14 @@ static bool close_later(struct inode *inode)
 	c = kmalloc(sizeof(*c), GFP_NOWAIT | __GFP_NOWARN);
 	if (!c)
 		return false;
+	INIT_WORK(&c->work, close_ref);
+	c->s = s;
 	c->h = tmb_h(inode);
+	c->state = CLOSE_QUEUED;
 	spin_lock(&s->closing_lock);
 	list_add_tail(&c->link, &s->closing);
 	spin_unlock(&s->closing_lock);
-	queue_work(s->lock_queue, &s->close);
+	queue_work(s->lock_queue, &c->work);
 	return true;
 }
 

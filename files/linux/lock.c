@@ -5,7 +5,7 @@
  * the zone grants never conflicts here. A waiter sleeps until a doorbell, or a release in this kernel, and tries again.
  *
  * A release may have to wait for a suspended member. If its process is killed meanwhile, the VFS has forgotten the lock and releases it no second
- * time, so a work item does it in the zone.
+ * time, so a work item of its own does it in the zone.
  */
 #include "tombolo.h"
 
@@ -44,29 +44,24 @@ static void wake_waiters(struct tmb_sb *s)
 /* A lock that is still to be released in the zone. */
 struct unlocking {
 	struct list_head link;
+	struct work_struct work;
+	struct tmb_sb *s;
 	struct tfs_handle h;
 	struct tfs_file_lock lock;
 };
 
 static void unlock_late(struct work_struct *work)
 {
-	struct tmb_sb *s = container_of(work, struct tmb_sb, unlock);
-	struct unlocking *u;
+	struct unlocking *u = container_of(work, struct unlocking, work);
+	struct tmb_sb *s = u->s;
 
-	for (;;) {
-		spin_lock(&s->unlocking_lock);
-		u = list_first_entry_or_null(&s->unlocking, struct unlocking, link);
-		spin_unlock(&s->unlocking_lock);
-		if (!u)
-			break;
-		/* An error: the file is gone, or this member, and the lock with it. */
-		tfs_set_lock(&s->fs, u->h, &u->lock);
-		spin_lock(&s->unlocking_lock);
-		list_del(&u->link);
-		spin_unlock(&s->unlocking_lock);
-		kfree(u);
-		wake_waiters(s);
-	}
+	/* An error: the file is gone, or this member, and the lock with it. */
+	tfs_set_lock(&s->fs, u->h, &u->lock);
+	spin_lock(&s->unlocking_lock);
+	list_del(&u->link);
+	spin_unlock(&s->unlocking_lock);
+	kfree(u);
+	wake_waiters(s);
 }
 
 /* Returns whether a lock of this owner on the file is still to be released. A new owner may have the number of one that is gone. */
@@ -86,12 +81,6 @@ void tmb_locks_start(struct tmb_sb *s)
 {
 	spin_lock_init(&s->unlocking_lock);
 	INIT_LIST_HEAD(&s->unlocking);
-	INIT_WORK(&s->unlock, unlock_late);
-}
-
-void tmb_locks_stop(struct tmb_sb *s)
-{
-	flush_work(&s->unlock);
 }
 
 /* Releases a lock in the zone, later if the process is killed while it waits. */
@@ -103,12 +92,14 @@ static int unlock_in_zone(struct tmb_sb *s, struct inode *inode, const struct tf
 	if (err != -EINTR)
 		return err;
 	u = kmalloc(sizeof(*u), GFP_NOFS | __GFP_NOFAIL);
+	INIT_WORK(&u->work, unlock_late);
+	u->s = s;
 	u->h = tmb_h(inode);
 	u->lock = *lock;
 	spin_lock(&s->unlocking_lock);
 	list_add_tail(&u->link, &s->unlocking);
 	spin_unlock(&s->unlocking_lock);
-	queue_work(system_unbound_wq, &s->unlock);
+	queue_work(s->lock_queue, &u->work);
 	return 0;
 }
 

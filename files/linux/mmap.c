@@ -162,6 +162,24 @@ static int fill_hole(struct inode *inode, pgoff_t index)
 	return err;
 }
 
+/* Unmaps all of the inode. Waits at most TMB_FAULT_WAIT for pages that are in use, or until the process is killed. */
+static void unmap_stale(struct inode *inode)
+{
+	unsigned long until = jiffies + msecs_to_jiffies(TMB_FAULT_WAIT), pause = 1;
+	int err;
+
+	for (;;) {
+		if (down_write_killable(&inode->i_mapping->invalidate_lock))
+			return;
+		err = tmb_revoke_locked(inode);
+		filemap_invalidate_unlock(inode->i_mapping);
+		if (err != -EBUSY || time_after(jiffies, until) || fatal_signal_pending(current))
+			return;
+		schedule_timeout_killable(pause);
+		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);
+	}
+}
+
 static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 {
 	struct vm_area_struct *vma = vmf->vma;
@@ -191,8 +209,10 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	}
 	if (order == TMB_ORDER_PTE && vma->vm_flags & VM_SHARED)
 		err = fill_hole(inode, vmf->pgoff);
+	/* A removal has the lock while it waits for other members' mappings. */
+	if (!err)
+		err = down_read_killable(&mapping->invalidate_lock);
 	if (!err) {
-		filemap_invalidate_lock_shared(mapping);
 		err = map_reference(inode);
 		if (!err) {
 			i_size_write(inode, tfs_size(&s->fs, tmb_h(inode)));
@@ -204,9 +224,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	}
 	if (again) {
 		/* The file changed during the fault, or an older block is still mapped here: unmap it now. */
-		filemap_invalidate_lock(mapping);
-		tmb_revoke_wait_locked(inode, TMB_FAULT_WAIT);
-		filemap_invalidate_unlock(mapping);
+		unmap_stale(inode);
 		ret = fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
 	}
 	if (err == -EAGAIN && tfs_frozen(&s->fs))
@@ -330,25 +348,6 @@ int tmb_revoke_locked(struct inode *inode)
 	end_lingering(s, ti);
 	err = tfs_unmap_ref(&s->fs, tmb_h(inode));
 	return err == -ESTALE ? 0 : err;
-}
-
-/* The same, but waits up to wait_ms until the pages are not in use, or until the process is killed (-EINTR). Releases invalidate_lock while it waits. */
-int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms)
-{
-	unsigned long until = jiffies + msecs_to_jiffies(wait_ms), pause = 1;
-	int err;
-
-	while ((err = tmb_revoke_locked(inode)) == -EBUSY) {
-		if (time_after(jiffies, until))
-			return -EBUSY;
-		filemap_invalidate_unlock(inode->i_mapping);
-		schedule_timeout_killable(pause);
-		filemap_invalidate_lock(inode->i_mapping);
-		if (fatal_signal_pending(current))
-			return -EINTR;
-		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);
-	}
-	return err;
 }
 
 /* Called after holes were filled: takes back the zeroes that this kernel maps there; length 0: in all of the file. The core has told other members. */

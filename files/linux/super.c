@@ -277,7 +277,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	tmb_closing_start(s);
 	tmb_locks_start(s);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
-	s->lock_queue = alloc_ordered_workqueue("tombolo-locks", 0);
+	s->lock_queue = alloc_workqueue("tombolo-locks", 0, 0);
 	if (!s->work_queue || !s->lock_queue) {
 		free_sb(s);
 		return -ENOMEM;
@@ -328,7 +328,6 @@ static void tmb_kill_sb(struct super_block *sb)
 		return;
 	tmb_syncdev_destroy(s->sync);
 	flush_workqueue(s->lock_queue);
-	tmb_locks_stop(s);
 	/* Path walks under RCU may still look at the zone. */
 	synchronize_rcu();
 	if (s->opened)

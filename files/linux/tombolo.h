@@ -75,18 +75,14 @@ struct tmb_sb {
 	atomic_t lingering;	 /* how many of them are closed, but have pages in use */
 	struct workqueue_struct *work_queue; /* never waits for another member's lock, whose owner may be waiting for this queue */
 	struct delayed_work poll;
-	/* work that may wait for other members */
+	/* work that may wait for other members; each item by itself */
 	struct workqueue_struct *lock_queue;
 	struct work_struct recovery;
-	struct work_struct close;
 	spinlock_t closing_lock;
 	struct list_head closing; /* references to give back in the zone */
-	struct tfs_handle closing_now; /* the one that is being given back; number 0: none */
-	wait_queue_head_t closed;      /* one has been given back */
-	/* file locks that are to be released once their table can be locked */
+	wait_queue_head_t closed; /* one has been given back */
 	spinlock_t unlocking_lock;
-	struct list_head unlocking;
-	struct work_struct unlock;
+	struct list_head unlocking; /* file locks that are to be released once their table can be locked */
 	/* change events */
 	struct mutex changes_lock; /* one writer of events at a time; the beginning and end of listening */
 	u32 change_cookie;
@@ -182,7 +178,6 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
 int tmb_lock(struct file *file, int cmd, struct file_lock *fl);
 int tmb_flock(struct file *file, int cmd, struct file_lock *fl);
 void tmb_locks_start(struct tmb_sb *s);
-void tmb_locks_stop(struct tmb_sb *s);
 
 /* notify.c; masks as inotify has them (FS_*) */
 void tmb_tell(struct dentry *dentry, u32 mask);
@@ -198,7 +193,6 @@ void tmb_changes_stop(struct tmb_sb *s);
 extern const struct address_space_operations tmb_aops;
 int tmb_mmap(struct file *file, struct vm_area_struct *vma);
 int tmb_revoke_locked(struct inode *inode);
-int tmb_revoke_wait_locked(struct inode *inode, unsigned int wait_ms);
 void tmb_mappings_close(struct inode *inode);
 void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length);
 int tmb_mappings_init(void);

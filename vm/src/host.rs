@@ -8,6 +8,7 @@ use std::path::Path;
 
 use anyhow::Context;
 
+use crate::compose::disks::Format;
 use crate::compose::{Size, VmSpec};
 use crate::project::control::Status;
 
@@ -118,11 +119,14 @@ pub fn open(path: &Path, kind: Kind, write: bool) -> io::Result<File> {
 /// # Errors
 /// Names the key and the file.
 pub fn check_files(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
-    let first = spec.disk.iter().map(|disk| ("disk", disk, !spec.snapshot));
-    let others = spec.disks.iter().map(|disk| ("disks", &disk.path, disk.is_written()));
-    for (key, disk, written) in first.chain(others) {
+    let first = spec.disk.iter().map(|disk| ("disk", disk, !spec.snapshot, None));
+    let others = spec.disks.iter().map(|disk| ("disks", &disk.path, disk.is_written(), disk.format));
+    for (key, disk, written, format) in first.chain(others) {
         let opened = open(disk, Kind::Disk, written);
         opened.map_err(|e| anyhow::anyhow!("vm.{name}.{key}: {} can't be opened: {e}", disk.display()))?;
+        if format.is_none() {
+            Format::guess(disk).with_context(|| format!("vm.{name}.{key}: {}", disk.display()))?;
+        }
     }
     if let Some(given) = &spec.cloud_init {
         let read = given.read_user_data().and_then(|_| given.read_network()).and_then(|_| given.read_keys());

@@ -314,6 +314,12 @@ impl Filesystem {
         unsafe { sys::tfs_rang(self.raw()) }
     }
 
+    /// Called before the pending bits are cleared by another thread than that which calls [`Filesystem::let_go`].
+    pub fn asked(&self) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_asked(self.raw()) }
+    }
+
     /// Called after TMB_PENDING_REVOKE was cleared: this handle maps nothing, so blocks deferred for its readers become free. True: one of them
     /// has not finished, or another member has the lock of these blocks, and the caller calls it once more after a while.
     pub fn let_go(&self) -> bool {

@@ -863,6 +863,35 @@ static int touched(char **a)
 	return 0;
 }
 
+/* cut_short DIR: a write whose buffer ends early leaves no blocks behind the end */
+static int cut_short(char **a)
+{
+	const size_t there = 4 * 4096;
+	char *m = mmap(NULL, 2 * there, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	int whole = open(at(a[0], "whole"), O_RDWR | O_CREAT, 0600), cut = open(at(a[0], "cut"), O_RDWR | O_CREAT, 0600);
+	struct stat of_whole, of_cut;
+
+	CHECK(m != MAP_FAILED && whole >= 0 && cut >= 0 && !munmap(m + there, there));
+	memset(m, 'x', there);
+	FAILS(write(cut, m + there, there), EFAULT);
+	CHECK(!fstat(cut, &of_cut) && !of_cut.st_size && !of_cut.st_blocks);
+	CHECK(write(whole, m, there) == (ssize_t)there && write(cut, m, 2 * there) == (ssize_t)there);
+	CHECK(!fstat(whole, &of_whole) && !fstat(cut, &of_cut));
+	CHECK(of_cut.st_size == of_whole.st_size && of_cut.st_blocks == of_whole.st_blocks);
+	CHECK(!close(whole) && !close(cut) && !unlink(at(a[0], "whole")) && !unlink(at(a[0], "cut")));
+	return 0;
+}
+
+/* shown FILE BYTE: a mapping of the file begins with it */
+static int shown(char **a)
+{
+	int fd = open(a[0], O_RDONLY);
+	unsigned char *m = mmap(NULL, 4096, PROT_READ, MAP_SHARED, fd, 0);
+
+	CHECK(fd >= 0 && m != MAP_FAILED && peek(m) == a[1][0]);
+	return 0;
+}
+
 /* move FROM TO: without a look at either before, unlike mv */
 static int move(char **a)
 {
@@ -1093,8 +1122,8 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"touched", touched, 2},
-	{"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2}, {"hold", hold, 2}, {"spliced", spliced, 2},
+	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2},
 };

@@ -53,6 +53,11 @@ def reads_writes_sparse_files_and_fallocate_do_what_posix_says(a):
 
 
 @claim(1)
+def a_write_that_is_cut_short_leaves_no_blocks_behind_the_end(a):
+    a.ok("claims cut_short /mnt")
+
+
+@claim(1)
 def names_links_renames_and_unlinked_files_do_what_posix_says(a):
     a.ok("claims names /mnt")
 
@@ -105,6 +110,17 @@ def held_by_member_1(m):
     return state >> 32 << 32 | 0x100 | 2
 
 
+def let_go_by_member_1(m, lock):
+    """Frees the lock if the second guest still holds it."""
+    if m[lock] == 2:
+        struct.pack_into("<Q", m, lock, 0)
+
+
+def waits(m, lock):
+    """Does a member wait for the lock?"""
+    return struct.unpack_from("<Q", m, lock + 8)[0]
+
+
 def removed_but_open(m):
     """Where the locks of inodes without a name lie, of those that mkfs makes room for."""
     inodes = (inode_table(m) + 256 * i for i in range(2, 256))
@@ -123,12 +139,18 @@ def a_late_close_that_waits_for_another_members_lock_holds_up_no_open_of_another
         try:
             a.ok("touch /tmp/stop; until test $(wc -l < /tmp/spliced) = 2; do :; done; grep -q shown /tmp/spliced")
             end = time.monotonic() + TIMEOUT
-            while not any(struct.unpack_from("<Q", m, lock + 8)[0] for lock in locks):
+            while not any(waits(m, lock) for lock in locks):
                 need(time.monotonic() < end, "no close waits for a lock")
             a.ok("test $(cat /mnt/other) = text; echo more > /mnt/new; test $(cat /mnt/new) = more", timeout=60)
+            # One of them can be closed now, and not the one that came first.
+            other = next((lock for lock in locks if not waits(m, lock)), locks[-1])
+            let_go_by_member_1(m, other)
+            end = time.monotonic() + TIMEOUT
+            while len(removed_but_open(m)) != 3:
+                need(time.monotonic() < end, "its close waits for that of another file")
         finally:
             for lock in locks:
-                struct.pack_into("<Q", m, lock, 0)
+                let_go_by_member_1(m, lock)
         end = time.monotonic() + TIMEOUT
         while removed_but_open(m):
             need(time.monotonic() < end, "a removed file is still there")
@@ -136,22 +158,48 @@ def a_late_close_that_waits_for_another_members_lock_holds_up_no_open_of_another
 
 
 @claim(2)
-def a_lock_whose_release_was_killed_while_it_waited_for_a_suspended_member_is_released_later(a, b):
-    a.ok("rm -f /tmp/go; claims release /mnt/f /tmp/go > /tmp/held & echo $! > /tmp/pid; until test -s /tmp/held; do :; done")
+def a_lock_whose_release_was_killed_while_it_waited_for_a_suspended_member_is_released_later_whatever_others_wait_for(a, b):
+    names = ("f", "g")
+    for name in names:
+        a.ok("rm -f /tmp/go; claims release /mnt/%s /tmp/go > /tmp/held-%s & echo $! > /tmp/pid-%s; until test -s /tmp/held-%s; do :; done" % ((name,) * 4))
     with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
-        # The other guest has the lock of the file's lock table (tfs_inode.entries).
-        table = inode_table(m) + 256 * int(a.ok("stat -c %i /mnt/f")) + 112
-        struct.pack_into("<Q", m, table, held_by_member_1(m))
+        # The other guest has the locks of the files' lock tables (tfs_inode.entries).
+        tables = [inode_table(m) + 256 * int(a.ok("stat -c %i /mnt/" + name)) + 112 for name in names]
+        for table in tables:
+            struct.pack_into("<Q", m, table, held_by_member_1(m))
         try:
             a.ok("touch /tmp/go")
             end = time.monotonic() + TIMEOUT
-            while not struct.unpack_from("<Q", m, table + 8)[0]:
-                need(time.monotonic() < end, "no release waits")
-            a.ok("p=$(cat /tmp/pid); kill -9 $p; while grep -q '^State:.[RSD]' /proc/$p/status; do sleep 1; done")
+            while not all(waits(m, table) for table in tables):
+                need(time.monotonic() < end, "a release does not wait")
+            for name in names:
+                a.ok("p=$(cat /tmp/pid-%s); kill -9 $p; while grep -q '^State:.[RSD]' /proc/$p/status; do sleep 1; done" % name)
+            # The second one goes on while the first one waits.
+            let_go_by_member_1(m, tables[1])
+            comes_to(b, "claims free /mnt/g > /dev/null 2>&1 && echo free || echo held", "free")
         finally:
-            struct.pack_into("<Q", m, table, 0)
+            for table in tables:
+                let_go_by_member_1(m, table)
     comes_to(b, "claims free /mnt/f > /dev/null 2>&1 && echo free || echo held", "free")
-    a.ok("claims free /mnt/f; rm /mnt/f")
+    a.ok("claims free /mnt/f; claims free /mnt/g; rm /mnt/f /mnt/g")
+
+
+@claim(2)
+def a_mapping_is_read_while_a_truncation_of_its_file_waits_for_a_suspended_member(a, b):
+    a.ok("printf text > /mnt/f")
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        lock = inode_table(m) + 256 * int(a.ok("stat -c %i /mnt/f")) + 192
+        struct.pack_into("<Q", m, lock, held_by_member_1(m))
+        try:
+            a.ok("truncate -s 2 /mnt/f > /dev/null 2>&1 &")
+            end = time.monotonic() + TIMEOUT
+            while not waits(m, lock):
+                need(time.monotonic() < end, "the truncation does not wait")
+            a.ok("claims shown /mnt/f t", timeout=60)
+        finally:
+            let_go_by_member_1(m, lock)
+    comes_to(a, "stat -c %s /mnt/f", "2")
+    a.ok("rm /mnt/f")
 
 
 @claim(1)

@@ -2,7 +2,9 @@
 //! Permissions of a port's socket: owner, group and mode. To connect takes the right to write.
 
 use std::ffi::CString;
-use std::os::unix::fs::PermissionsExt;
+use std::fs::OpenOptions;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use anyhow::Context;
@@ -16,7 +18,7 @@ const MODE: u32 = 0o660;
 /// that exists, with mode 0660.
 ///
 /// # Errors
-/// There is no such user or group, the mode is invalid, or this process may not set them.
+/// There is no such user or group, the mode is invalid, the path leads to no socket, or this process may not set them.
 pub fn apply(access: &Access, path: &Path) -> anyhow::Result<()> {
     let owner = access.owner.as_deref().map(|name| id(name, user).with_context(|| no("user", name)));
     let group = access.group.as_deref().map(|name| id(name, group).with_context(|| no("group", name)));
@@ -35,12 +37,17 @@ pub fn apply(access: &Access, path: &Path) -> anyhow::Result<()> {
         group = VMMS.iter().find_map(|name| self::group(name));
     }
     let told = owner.or(group).map(|_| MODE);
+    // What the path leads to may be another file by now, where others may write to its folder: they get no other file this way.
+    let socket = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path);
+    let socket = socket.with_context(|| path.display().to_string())?;
+    anyhow::ensure!(socket.metadata()?.file_type().is_socket(), "{} is no socket any more", path.display());
+    let itself = format!("/proc/self/fd/{}", socket.as_raw_fd());
     if owner.or(group).is_some() {
-        std::os::unix::fs::chown(path, owner, group)
+        std::os::unix::fs::chown(&itself, owner, group)
             .with_context(|| format!("owner and group of {}", path.display()))?;
     }
     if let Some(mode) = mode.or(told) {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+        std::fs::set_permissions(&itself, std::fs::Permissions::from_mode(mode))
             .with_context(|| format!("mode of {}", path.display()))?;
     }
     Ok(())
@@ -93,14 +100,39 @@ fn group(name: &str) -> Option<u32> {
 mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
+    use std::os::unix::net::UnixListener;
 
     fn access(owner: Option<&str>, group: Option<&str>, mode: Option<&str>) -> Access {
         Access { owner: owner.map(Into::into), group: group.map(Into::into), mode: mode.map(Into::into) }
     }
 
+    /// A socket in a folder of its own.
+    fn socket() -> tempfile::NamedTempFile<UnixListener> {
+        tempfile::Builder::new().make(|path| UnixListener::bind(path)).unwrap()
+    }
+
+    #[test]
+    fn a_file_that_has_taken_the_sockets_place_is_given_to_nobody() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, link, other) =
+            (folder.path().join("file"), folder.path().join("link"), folder.path().join("other"));
+        std::fs::write(&file, []).unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let _socket = UnixListener::bind(&other).unwrap();
+        let before = other.metadata().unwrap().mode();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        assert!(apply(&access(None, None, Some("0666")), &link).is_err());
+        assert!(apply(&access(None, None, Some("0666")), &file).is_err());
+        std::fs::remove_file(&link).unwrap();
+        std::os::unix::fs::symlink(&other, &link).unwrap();
+        assert!(apply(&access(None, None, Some("0606")), &link).is_err(), "a link to another socket");
+        assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o600);
+        assert_eq!(other.metadata().unwrap().mode(), before);
+    }
+
     #[test]
     fn a_socket_is_given_to_whom_the_configuration_names() {
-        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = socket();
         // SAFETY: asks for numbers.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
         apply(&access(Some(&uid.to_string()), Some(&gid.to_string()), None), file.path()).unwrap();
@@ -117,7 +149,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_given_is_named() {
-        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = socket();
         let said = |a: Access| format!("{:#}", apply(&a, file.path()).unwrap_err());
         assert!(said(access(Some("no such user"), None, None)).contains("no user 'no such user'"));
         assert!(said(access(None, Some("no such group"), None)).contains("no group 'no such group'"));

@@ -2,6 +2,8 @@
 //! `disks =`: a VM's disks beside `disk`.
 
 use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -12,6 +14,18 @@ use crate::host;
 
 /// The longest serial number that virtio has room for, in bytes.
 const SERIAL_MAX: usize = 20;
+/// The first bytes of a qcow2 image.
+const MAGIC: &[u8] = b"QFI\xfb";
+/// Bytes of a qcow2 image's header that are read.
+const HEADER: u64 = 80;
+/// The field of a qcow2 image's header that is 0 where it has no backing file.
+const BACKING_OFFSET: Range<usize> = 8..16;
+/// The byte of a qcow2 image's header with its version: 2 or 3.
+const VERSION: usize = 7;
+/// The last byte of the field of a qcow2 image's incompatible features, which version 2 has not.
+const FEATURES: usize = 79;
+/// The feature of an image whose data are in another file.
+const EXTERNAL_DATA: u8 = 4;
 
 /// One disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,7 +33,7 @@ const SERIAL_MAX: usize = 20;
 pub struct DiskSpec {
     /// The image, or a block device.
     pub path: PathBuf,
-    /// The image's format; default: qcow2 where it begins as one does, else raw.
+    /// The image's format; default: see [`Format::guess`].
     #[serde(default)]
     pub format: Option<Format>,
     /// The guest can't write to it.
@@ -62,17 +76,46 @@ impl Format {
         }
     }
 
-    /// qcow2 by its magic, raw otherwise. Raw is never guessed by QEMU itself: a guest could write another format's header into its own disk.
-    #[must_use]
-    pub fn of(path: &Path) -> Format {
-        let mut magic = [0; 4];
-        let opened = host::open(path, host::Kind::Disk, false);
-        let read = opened.and_then(|mut file| std::io::Read::read_exact(&mut file, &mut magic));
-        if read.is_ok() && magic == *b"QFI\xfb" { Format::Qcow2 } else { Format::Raw }
+    /// The format of an image for which the compose file names none: qcow2 where its name ends so, or where it begins as one does; else raw.
+    ///
+    /// A guest can write any header into its raw disk. So an image that is qcow2 by its header alone must not name other files: QEMU would open
+    /// them, and the guest would have what is in them.
+    ///
+    /// # Errors
+    /// Names the remedy.
+    pub fn guess(path: &Path) -> io::Result<Format> {
+        let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("qcow2"));
+        let mut header = Vec::new();
+        host::open(path, host::Kind::Disk, false)?.take(HEADER).read_to_end(&mut header)?;
+        match (header.starts_with(MAGIC), named) {
+            (true, false) if names_other_files(&header) => Err(io::Error::other(
+                "its header says that it is a qcow2 image over another file, which a guest can write into a raw disk; name its format in disks = \
+                 [{ path = ..., format = \"raw\" }], or format = \"qcow2\" where the image is your own",
+            )),
+            (false, true) => Err(io::Error::other(
+                "its name ends in .qcow2, and it is no such image; rename it, or name its format in disks = [{ path = ..., format = \"raw\" }]",
+            )),
+            (true, _) => Ok(Format::Qcow2),
+            (false, false) => Ok(Format::Raw),
+        }
     }
 }
 
+/// Returns whether the header of a qcow2 image names a backing file or a data file (QEMU, docs/interop/qcow2.txt).
+fn names_other_files(header: &[u8]) -> bool {
+    let byte = |at: usize| header.get(at).copied().unwrap_or_default();
+    BACKING_OFFSET.map(byte).any(|b| b != 0) || byte(VERSION) > 2 && byte(FEATURES) & EXTERNAL_DATA != 0
+}
+
 impl DiskSpec {
+    /// The image's format.
+    ///
+    /// # Errors
+    /// See [`Format::guess`].
+    pub fn format(&self) -> io::Result<Format> {
+        self.format.map_or_else(|| Format::guess(&self.path), Ok)
+    }
+
     /// Returns whether the guest's writes reach the image.
     #[must_use]
     pub fn is_written(&self) -> bool {
@@ -160,6 +203,39 @@ mod tests {
         let shared = "disks = [{ path = \"d.img\", overlay = true }]";
         two(shared, "disks = [{ path = \"d.img\", readonly = true }]").unwrap();
         assert!(parse("[vm.a]\ndisks = [{ path = \"x\" }, { path = \"x\" }]\n").is_err());
+    }
+
+    #[test]
+    fn an_image_that_names_other_files_is_qcow2_only_if_its_name_or_the_compose_file_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = |name: &str, header: &[(usize, u8)]| {
+            let mut bytes = [MAGIC, &[0, 0, 0, 3], &[0; 504]].concat();
+            for &(at, byte) in header {
+                bytes[at] = byte;
+            }
+            let path = dir.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            path
+        };
+        let guess = |path: &Path| Format::guess(path).map_err(|e| e.to_string());
+        for over in [[(15, 0x68)].as_slice(), &[(8, 1)], &[(79, 4)]] {
+            let e = guess(&image("disk.img", over)).unwrap_err();
+            assert!(e.starts_with("its header says that it is a qcow2 image over another file"), "{e}");
+            assert_eq!(guess(&image("mine.QCOW2", over)), Ok(Format::Qcow2));
+        }
+        assert_eq!(guess(&image("cloud.img", &[(79, 1)])), Ok(Format::Qcow2));
+        // Version 2 has other things there.
+        assert_eq!(guess(&image("old.img", &[(7, 2), (79, 4)])), Ok(Format::Qcow2));
+        let e = guess(&image("raw.qcow2", &[(0, 0)])).unwrap_err();
+        assert!(e.starts_with("its name ends in .qcow2, and it is no such image"), "{e}");
+        std::fs::write(dir.path().join("short"), "QFI").unwrap();
+        assert_eq!(guess(&dir.path().join("short")), Ok(Format::Raw));
+        let disk = DiskSpec { format: Some(Format::Qcow2), ..disk(&image("disk.img", &[(79, 4)])) };
+        assert_eq!(disk.format().unwrap(), Format::Qcow2);
+    }
+
+    fn disk(path: &Path) -> DiskSpec {
+        toml::from_str(&format!("path = \"{}\"", path.display())).unwrap()
     }
 
     #[test]

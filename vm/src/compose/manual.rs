@@ -127,7 +127,11 @@ const TABLES: [Table; 12] = [
             ),
             ("initrd", "the guest kit's", "The initramfs."),
             ("cmdline", "none", "More words for the kernel's command line."),
-            ("disk", "none", "A disk image, qcow2 or raw. The VM boots from it where no kernel is named."),
+            (
+                "disk",
+                "none",
+                "A disk image, qcow2 or raw, by its name and header (see 'disks'). The VM boots from it where no kernel is named.",
+            ),
             ("snapshot", "false", "Throw away what the VM writes to its disk."),
             ("cpus", "2", "Virtual CPUs, 1 to 255."),
             (
@@ -288,7 +292,11 @@ const TABLES: [Table; 12] = [
         about: "A list; each entry is a disk.",
         keys: &[
             ("path", "\"data.img\"", "The image, or a block device. Required."),
-            ("format", "by its header", "\"raw\", \"qcow2\", \"vdi\", \"vmdk\" or \"vhdx\"."),
+            (
+                "format",
+                "by its name and header",
+                "\"raw\", \"qcow2\", \"vdi\", \"vmdk\" or \"vhdx\". An image that its header alone calls qcow2 must not name other files.",
+            ),
             ("readonly", "false", "The guest can't write to it."),
             (
                 "overlay",

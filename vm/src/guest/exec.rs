@@ -239,7 +239,7 @@ fn close(agent: &Agent, handle: i64) -> Result<(), Error> {
     agent.call(qga::guest_file_close { handle }, REQUEST).map(drop)
 }
 
-fn start_within(
+pub(super) fn start_within(
     agent: &impl Calls,
     path: &str,
     arg: Vec<String>,

@@ -14,10 +14,14 @@ use crate::machine::Machine;
 
 /// The longest time between checks before the first one that succeeds.
 const EAGER: Duration = Duration::from_secs(5);
-/// Time for one request to the agent.
-const REQUEST: Duration = Duration::from_secs(60);
 /// The pause between two checks whether a check has ended.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// Runs the check ($1 ...) and hands on the end of what it says: the agent keeps all that a command says, and refuses what is too much for it.
+/// The shell finds the program by the PATH.
+const CHECK: &str = r#"exec 3>&1
+code=$({ { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | tail -c 4096 >&3; } 4>&1)
+exit "$code""#;
 
 /// The result of a VM's checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,18 +105,17 @@ impl Tally {
     }
 }
 
-/// Runs one check; one that takes too long is killed with all that it started.
+/// Runs one check; one that takes too long is killed with all that it started. An agent that does not answer within the check's time makes it fail.
 ///
 /// # Errors
 /// When it fails, with what it said.
 fn run(agent: &Agent, command: &[String], limit: Duration) -> anyhow::Result<()> {
-    // The shell finds the program by the PATH.
-    let mut arg: Vec<String> = ["-c", "exec \"$@\"", "tombolo"].map(str::to_owned).to_vec();
+    let mut arg: Vec<String> = ["-c", CHECK, "tombolo"].map(str::to_owned).to_vec();
     arg.extend(command.iter().cloned());
     let begun = Instant::now();
-    let pid = exec::start(agent, "/bin/sh", arg, Vec::new(), None, true)?;
+    let pid = exec::start_within(agent, "/bin/sh", arg, Vec::new(), None, true, limit)?;
     loop {
-        let status = agent.call(qga::guest_exec_status { pid }, REQUEST)?;
+        let status = agent.call(qga::guest_exec_status { pid }, limit)?;
         if status.exited {
             let code = exec::code_of(&status);
             let words =
@@ -145,6 +148,31 @@ mod tests {
             said.push(tally.health);
         }
         said
+    }
+
+    #[test]
+    fn a_check_that_says_a_lot_is_as_healthy_as_its_exit_code_says() {
+        let check = |words: &[&str]| {
+            let mut command = std::process::Command::new("/bin/sh");
+            command.args(["-c", CHECK, "tombolo"]).args(words).output().unwrap()
+        };
+        for code in [0, 3] {
+            let line = format!("head -c 3000000 /dev/zero | tr '\\0' x; echo the end >&2; exit {code}");
+            let output = check(&["/bin/sh", "-c", &line]);
+            assert_eq!(output.status.code(), Some(code));
+            assert_eq!((output.stdout.len(), output.stdout.ends_with(b"xthe end\n")), (4096, true));
+        }
+        assert_eq!(check(&["true"]).status.code(), Some(0));
+        assert_eq!(check(&["no such program"]).status.code(), Some(127));
+    }
+
+    #[test]
+    fn an_agent_that_does_not_answer_fails_a_check_in_the_checks_time() {
+        let agent = crate::guest::agent::tests::fake(|_, _| None);
+        let begun = Instant::now();
+        let e = run(&agent, &["true".to_owned()], Duration::from_millis(100)).unwrap_err();
+        assert!(e.to_string().contains("did not answer guest-exec"), "{e}");
+        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
     }
 
     #[test]

@@ -63,14 +63,14 @@ pub fn drives(dir: &StateDir, vm: &str, spec: &VmSpec) -> anyhow::Result<Vec<Dri
         drives.push(Drive {
             id: "disk".into(),
             file: file.clone(),
-            format: Format::of(file),
+            format: Format::guess(file).with_context(|| format!("vm.{vm}.disk: {}", file.display()))?,
             read_only: false,
             snapshot: spec.snapshot,
             serial: None,
         });
     }
     for (n, disk) in spec.disks.iter().enumerate() {
-        let format = disk.format.unwrap_or_else(|| Format::of(&disk.path));
+        let format = disk.format().with_context(|| format!("vm.{vm}.disks: {}", disk.path.display()))?;
         let (file, format) = if disk.overlay {
             (overlay(dir, vm, n, disk, format)?, Format::Qcow2)
         } else {
@@ -158,14 +158,20 @@ mod tests {
 
     #[test]
     fn disks_come_in_the_files_order_after_the_first() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = StateDir::at(dir.path().to_owned());
-        let vm = spec(
-            "disk = \"/a,b\"\nsnapshot = true\ndisks = [{ path = \"/c\", serial = \"data\" }, { path = \"/d\", readonly = true, format = \"vmdk\" }]",
-        );
+        let folder = tempfile::tempdir().unwrap();
+        let dir = StateDir::at(folder.path().to_owned());
+        for image in ["a,b", "c"] {
+            std::fs::write(folder.path().join(image), "").unwrap();
+        }
+        let vm = spec(&format!(
+            "disk = \"{0}/a,b\"\nsnapshot = true\ndisks = [{{ path = \"{0}/c\", serial = \"data\" }}, {{ path = \"/d\", readonly = true, format = \"vmdk\" }}]",
+            folder.path().display()
+        ));
         let drives = drives(&dir, "a", &vm).unwrap();
         let lines: Vec<String> =
             drives.iter().enumerate().flat_map(|(n, d)| d.arguments(n == 0)).map(|(_, v)| v).collect();
+        let lines: Vec<String> =
+            lines.iter().map(|line| line.replace(&*folder.path().to_string_lossy(), "")).collect();
         assert_eq!(
             lines,
             [
@@ -202,6 +208,39 @@ mod tests {
         assert!(!first.file.exists() && other.file.exists());
         discard(&dir, None);
         assert!(!other.file.exists() && image.exists());
+    }
+
+    #[test]
+    fn a_guest_that_writes_a_qcow2_header_into_its_raw_disk_gets_no_file_of_the_host() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = StateDir::at(folder.path().to_owned());
+        let [secret, evil, disk] = ["secret", "evil", "disk.img"].map(|name| folder.path().join(name));
+        std::fs::write(&secret, vec![7; 1 << 20]).unwrap();
+        let made = Command::new("qemu-img")
+            .args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"])
+            .args([&secret, &evil])
+            .output();
+        assert!(made.expect("the package qemu-utils").status.success());
+        for text in [
+            format!("disk = \"{}\"", disk.display()),
+            format!("disks = [{{ path = \"{}\" }}]", disk.display()),
+            format!("disks = [{{ path = \"{}\", overlay = true }}]", disk.display()),
+        ] {
+            std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+            drives(&dir, "a", &spec(&text)).unwrap();
+            discard(&dir, None);
+            // The guest's writes, before it reboots.
+            std::fs::copy(&evil, &disk).unwrap();
+            let e = format!("{:#}", drives(&dir, "a", &spec(&text)).unwrap_err());
+            assert!(
+                e.contains("disk.img: its header says that it is a qcow2 image over another file"),
+                "{e}"
+            );
+            let e = format!("{:#}", crate::host::check_files("a", &spec(&text)).unwrap_err());
+            assert!(e.contains("format = \"raw\""), "{e}");
+        }
+        let named = spec(&format!("disks = [{{ path = \"{}\", format = \"raw\" }}]", disk.display()));
+        assert_eq!(drives(&dir, "a", &named).unwrap()[0].format, Format::Raw);
     }
 
     #[test]

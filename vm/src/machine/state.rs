@@ -198,7 +198,7 @@ impl Machine {
             _ => Phase::Ended,
         };
         let phase = state.phase.clone();
-        state.restart_due = phase != Phase::Rebooting;
+        state.restart_due = true;
         self.record(&phase, state.exit.as_deref().unwrap_or_default());
         drop(state);
         self.changed.notify_all();

@@ -426,7 +426,7 @@ mod tests {
     fn a_disk_boots_by_itself_and_its_format_is_told_by_its_header() {
         let dir = tempfile::tempdir().unwrap();
         let disk: PathBuf = dir.path().join("a,b.img");
-        std::fs::write(&disk, b"QFI\xfb rest").unwrap();
+        std::fs::write(&disk, b"QFI\xfb\0\0\0\x03").unwrap();
         let spec = format!("disk = \"{}\"\nsnapshot = true\nqemu_args = [\"-S\"]", disk.display());
         let line = line(&spec, Hypervisor::Tcg, vec![]);
         assert!(line.contains("a,,b.img,if=none,id=disk,format=qcow2,snapshot=on"), "{line}");
@@ -436,6 +436,6 @@ mod tests {
         let both = self::line(&format!("kernel = \"/k\"\n{spec}"), Hypervisor::Tcg, vec![]);
         assert!(both.contains("-kernel /k") && !both.contains("bootindex"), "{both}");
         std::fs::write(&disk, b"no").unwrap();
-        assert_eq!(crate::compose::disks::Format::of(&disk).name(), "raw");
+        assert_eq!(crate::compose::disks::Format::guess(&disk).unwrap().name(), "raw");
     }
 }

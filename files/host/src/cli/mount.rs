@@ -295,6 +295,7 @@ fn serve(
         }
         stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
+            server.fs.asked();
             let pending = joined.take_pending()?;
             // A member's death releases locks, too.
             if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {

@@ -126,6 +126,125 @@ fn a_member_that_lets_go_waits_for_no_member_that_is_suspended_while_it_defers_b
     zone.assert_clean(&[4, 10, 11]);
 }
 
+/// Places among so many accesses: all at the beginning and at the end, and some in between, where a map is scanned.
+fn some_of(steps: usize) -> impl Iterator<Item = usize> {
+    (1..=steps + 1).filter(move |at| *at < 40 || at + 40 > steps || at % 16 == 0)
+}
+
+/// A member with deferred blocks of another file, and a file that it maps: `mapper` let a wait run out, so that no removal waits for it.
+fn mapped(zone: &Zone, fs: &Filesystem, mapper: u32) -> Handle {
+    let (sparse, old, cut) =
+        (file(fs, "sparse", b""), file(fs, "old", &[1; 9000]), file(fs, "cut", &[2; 9000]));
+    fs.truncate(sparse, BLOCK, false).expect("grow");
+    [sparse, old, cut].into_iter().for_each(|f| zone.maps(mapper, f));
+    zone.does(|| fs.pwrite(sparse, b"x", 0, false)).expect("write");
+    zone.does(|| fs.truncate(old, 0, false)).expect("truncate");
+    cut
+}
+
+#[test]
+fn a_removal_waits_for_no_member_that_is_suspended_while_it_frees_deferred_blocks() {
+    let zone = Zone::new(|_| {});
+    let [fs, mapper, owner] = [4, 10, 11].map(|m| zone.open(m, false).expect("open"));
+    let cut = mapped(&zone, &fs, 10);
+    let before = fs.deferred().0;
+    let lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    zone.hold(11, lock);
+    let waited = zone.does(|| {
+        let start = schedule::clock();
+        fs.truncate(cut, 0, false).expect("truncate");
+        schedule::clock() - start
+    });
+    assert!(waited < SECOND / 10, "it waited {waited} ns");
+    assert_eq!(fs.deferred(), (before + 4, vec![10]), "three blocks and a node are the mapper's still");
+    zone.store(lock, 0);
+    while zone.does(|| zone.serve_revoke(&mapper, 10)) {}
+    assert_eq!(fs.deferred(), (0, vec![]));
+    [fs, mapper, owner].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 10, 11]);
+}
+
+#[test]
+fn a_death_is_recovered_beside_a_member_that_is_suspended_while_it_frees_deferred_blocks() {
+    let zone = Zone::new(|_| {});
+    let [fs, mapper, owner] = [4, 10, 11].map(|m| zone.open(m, false).expect("open"));
+    mapped(&zone, &fs, 10);
+    mapper.abandon();
+    let lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    zone.hold(11, lock);
+    zone.declare_dead(10);
+    zone.does(|| fs.recover_all()).expect("recovery");
+    assert!(fs.deferred().0 > 0, "the owner of the lock was looking at them");
+    // It goes on, and does for the other one what that has asked for.
+    zone.store(lock, 0);
+    assert!(zone.does(|| zone.serve_revoke(&owner, 11)), "it is not asked");
+    assert_eq!(fs.deferred(), (0, vec![]));
+    [fs, owner].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 11]);
+}
+
+/// Recovers the death of a member that was cutting a file which member 10 maps, before an access of a member that frees deferred blocks: `frees`.
+/// A recovery waits for no mapper. Returns the accesses of that member.
+fn cut_meanwhile(zone: &Zone, place: usize, frees: u32, taken: bool) -> usize {
+    const DEAD: u32 = 1;
+    zone.reset();
+    let [dead, fs, mapper, other] = [DEAD, 4, 10, 12].map(|m| zone.open(m, false).expect("open"));
+    let cut = mapped(zone, &fs, 10);
+    dead.abandon();
+    zone.truncates(DEAD, 0, cut);
+    zone.declare_dead(DEAD);
+    if frees != 10 {
+        // The deferred blocks are this member's, which lets go now.
+        zone.store(offset_of!(sys::tfs_super, deferred_members) as u64, 1 << frees);
+        zone.set_slot(frees, offset_of!(sys::tmb_member, pending), u64::from(sys::TMB_PENDING_REVOKE));
+    }
+    let begun = Zone::member_area(10, offset_of!(sys::tfs_member_area, revokes_begun));
+    let block = fs.map(cut, 0, 1).expect("map").block;
+    let is_late = std::cell::Cell::new(false);
+    let ran = zone.run(
+        Plan::new(1, vec![(1, place)], Vec::new(), true),
+        vec![
+            Box::new(|| {
+                is_late.set(frees != 10 || zone.area.word(begun) == Some(1));
+                fs.recover_all().expect("recovery");
+                if taken {
+                    mapper.asked();
+                    zone.set_slot(10, offset_of!(sys::tmb_member, pending), 0);
+                }
+            }),
+            Box::new(|| _ = zone.serve_revoke(if frees == 10 { &mapper } else { &other }, frees)),
+        ],
+    );
+    let ran = ran.expect("both end");
+    let word = zone.area.word(zone.map_of(block) & !7).expect("the map");
+    let byte = (word >> (zone.map_of(block) % 8 * 8)) as u8;
+    let is_kept = u32::from(byte) == sys::TFS_MAP_DEFERRED;
+    assert!(is_kept || !is_late.get() || place > ran.steps[1], "{byte:#x}, cut before access {place}");
+    while zone.does(|| zone.serve_revoke(&mapper, 10) || mapper.let_go()) {}
+    assert_eq!(fs.deferred(), (0, vec![]), "cut before access {place}");
+    [fs, mapper, other].into_iter().for_each(Filesystem::abandon);
+    ran.steps[1]
+}
+
+#[test]
+fn blocks_that_a_member_maps_are_not_free_though_it_lets_go_of_earlier_ones_meanwhile() {
+    let zone = Zone::new(|_| {});
+    // Another thread of the mapper takes its pending bits, as that of a mount does, or none does.
+    for taken in [false, true] {
+        for place in some_of(cut_meanwhile(&zone, usize::MAX, 10, taken)) {
+            cut_meanwhile(&zone, place, 10, taken);
+        }
+    }
+}
+
+#[test]
+fn a_member_that_frees_deferred_blocks_frees_none_that_another_one_defers_meanwhile() {
+    let zone = Zone::new(|_| {});
+    for place in some_of(cut_meanwhile(&zone, usize::MAX, 12, false)) {
+        cut_meanwhile(&zone, place, 12, false);
+    }
+}
+
 #[test]
 fn a_late_open_of_a_removed_file_leaves_the_new_file_with_its_number_open() {
     let zone = Zone::new(take_all_numbers);

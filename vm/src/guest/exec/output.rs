@@ -16,13 +16,15 @@ pub(super) struct Tail {
     base: String,
     segment: u64,
     handle: Option<i64>,
+    /// The next segment, once it is there: what is still unread of this one is all that there will be.
+    next: Option<i64>,
     mark: Mark,
 }
 
 impl Tail {
     pub(super) fn new(dir: &str, stream: Stream, mark: &str) -> Tail {
         let base = format!("{dir}/{}", if stream == Stream::Out { 1 } else { 2 });
-        Tail { stream, base, segment: 0, handle: None, mark: Mark::new(mark) }
+        Tail { stream, base, segment: 0, handle: None, next: None, mark: Mark::new(mark) }
     }
 
     /// Passes on output that is there, at most one chunk. Returns whether there was any.
@@ -47,17 +49,23 @@ impl Tail {
             return Ok(true);
         }
         // The next segment is begun when this one is complete.
-        let next = match open(agent, format!("{}.{}", self.base, self.segment + 1), "r") {
-            Ok(next) => next,
-            Err(Error::Refused { .. }) => return Ok(false),
-            Err(e) => return Err(e),
+        let next = match self.next {
+            Some(next) => next,
+            None => match open(agent, format!("{}.{}", self.base, self.segment + 1), "r") {
+                Ok(next) => *self.next.insert(next),
+                Err(Error::Refused { .. }) => return Ok(false),
+                Err(e) => return Err(e),
+            },
         };
-        while self.read(agent, handle, output)? {}
+        // A guest that says without end that there is more keeps nobody from ending the command.
+        if self.read(agent, handle, output)? {
+            return Ok(true);
+        }
         close(agent, handle)?;
         // Opening it for writing empties it.
         let emptied = open(agent, format!("{}.{}", self.base, self.segment), "w")?;
         close(agent, emptied)?;
-        self.handle = Some(next);
+        (self.handle, self.next) = (Some(next), None);
         self.segment += 1;
         Ok(true)
     }
@@ -81,12 +89,9 @@ impl Tail {
         Ok(read.count > 0)
     }
 
-    /// Closes the segment.
+    /// Closes the segments.
     pub(super) fn close(&mut self, agent: &Agent) -> Result<(), Error> {
-        match self.handle.take() {
-            Some(handle) => close(agent, handle),
-            None => Ok(()),
-        }
+        [self.handle.take(), self.next.take()].into_iter().flatten().try_for_each(|open| close(agent, open))
     }
 }
 
@@ -124,9 +129,36 @@ impl Mark {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guest::agent;
+    use serde_json::json;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     fn passed(mark: &mut Mark, parts: &[&str]) -> Vec<String> {
         parts.iter().map(|p| String::from_utf8(mark.take(p.as_bytes().to_vec())).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_guest_that_says_without_end_that_there_is_more_is_asked_twice_at_a_time() {
+        let asked = Arc::new(AtomicU32::new(0));
+        let reads = asked.clone();
+        let agent = agent::tests::fake(move |name, _| {
+            Some(match name {
+                "guest-file-read" if reads.fetch_add(1, Ordering::Relaxed) == 0 => {
+                    json!({ "count": 0, "buf-b64": "", "eof": true })
+                }
+                "guest-file-read" if reads.load(Ordering::Relaxed) < 100 => {
+                    json!({ "count": 1, "buf-b64": "", "eof": false })
+                }
+                "guest-file-read" => json!({ "refuse": "so many reads in a row" }),
+                _ => json!(1),
+            })
+        });
+        let mut tail = Tail::new("/run/x", Stream::Out, "mark");
+        for pass in 1..10 {
+            assert!(tail.pass(&agent, &mut |_, _| ()).unwrap());
+            assert!(asked.load(Ordering::Relaxed) <= 2 * pass);
+        }
     }
 
     #[test]

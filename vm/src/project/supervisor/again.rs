@@ -56,9 +56,13 @@ impl Supervisor {
     }
 
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
-    /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
+    /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone. Where there
+    /// is no next QEMU, its restart policy decides.
     fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
         self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old, None)?, &|_| {}, report));
+        if self.is_current(old) {
+            self.start_again(old);
+        }
     }
 
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
