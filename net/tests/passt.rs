@@ -114,43 +114,6 @@ fn a_guest_gets_an_address_from_passt_which_ends_with_the_switch() {
     });
 }
 
-/// The flags of the answer to a guest's SYN to its gateway's port 5555.
-fn answered_at_the_gateway(guest: &mut Nic, own: Mac) -> u8 {
-    const SYN: u8 = 2;
-    let (address, gateway) = ([192, 0, 2, 7], [192, 0, 2, 1]);
-    let passt = offer(guest, own)[6..12].try_into().map(Mac).unwrap();
-    let mut tcp =
-        [&40_000_u16.to_be_bytes()[..], &5555_u16.to_be_bytes(), &[0, 0, 0, 1, 0, 0, 0, 0]].concat();
-    tcp.extend([5 << 4, SYN, 0xff, 0xff, 0, 0, 0, 0]);
-    let check = sum(&[&address[..], &gateway, &[0, 6, 0, 20], &tcp].concat());
-    tcp[16..18].copy_from_slice(&check);
-    assert!(guest.send(&ethernet(passt, own, 0x800, &ipv4(gateway, address, 6, &tcp))));
-    wait_for("an answer to a SYN", || {
-        guest
-            .receive()
-            .map(|(_, f)| f)
-            .filter(|f| f.len() >= 54 && f[12..14] == [8, 0] && f[23] == 6)
-            .map(|f| f[47])
-    })
-}
-
-#[test]
-fn a_guest_reaches_what_listens_on_the_hosts_loopback_only_if_it_may() {
-    alone("a_guest_reaches_what_listens_on_the_hosts_loopback_only_if_it_may", || {
-        const SYN: u8 = 2;
-        const RST: u8 = 4;
-        host();
-        let _service = std::net::TcpListener::bind("127.0.0.1:5555").unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        for (setting, flag) in [("", RST), ("host-loopback = true", SYN)] {
-            let switch =
-                configured(dir.path(), &format!("[[uplink]]\nname = 'out'\nuser = 'passt'\n{setting}\n"));
-            let flags = answered_at_the_gateway(&mut switch.guest(0), Rig::mac(1));
-            assert_eq!(flags & (SYN | RST), flag, "'{setting}'");
-        }
-    });
-}
-
 #[test]
 fn a_guest_gets_a_prefix_of_ipv6_from_passt() {
     alone("a_guest_gets_a_prefix_of_ipv6_from_passt", || {

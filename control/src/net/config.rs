@@ -339,9 +339,6 @@ pub struct UplinkConfig {
     /// UDP ports, as its option -u takes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub udp_ports: Vec<String>,
-    /// The guest of a passt started for the switch reaches what listens on the host's loopback addresses, at its gateway's address.
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub host_loopback: bool,
 }
 
 /// An uplink as it is read. Serde refuses no unknown fields of a struct with a flattened one.
@@ -360,26 +357,13 @@ struct WrittenUplink {
     tcp_ports: Vec<String>,
     #[serde(default)]
     udp_ports: Vec<String>,
-    #[serde(default)]
-    host_loopback: bool,
 }
 
 impl TryFrom<WrittenUplink> for UplinkConfig {
     type Error = String;
 
     fn try_from(written: WrittenUplink) -> Result<Self, String> {
-        let WrittenUplink {
-            name,
-            tap,
-            interface,
-            passt,
-            user,
-            port,
-            vlan,
-            tcp_ports,
-            udp_ports,
-            host_loopback,
-        } = written;
+        let WrittenUplink { name, tap, interface, passt, user, port, vlan, tcp_ports, udp_ports } = written;
         let ways =
             [tap.map(Way::Tap), interface.map(Way::Interface), passt.map(Way::Passt), user.map(Way::User)];
         let ways: Vec<Way> = ways.into_iter().flatten().collect();
@@ -387,7 +371,7 @@ impl TryFrom<WrittenUplink> for UplinkConfig {
             let n = ways.len();
             format!("uplink {name} has {n} devices; give it one of tap, interface, passt and user")
         })?;
-        Ok(Self { name, way, port, vlan, tcp_ports, udp_ports, host_loopback })
+        Ok(Self { name, way, port, vlan, tcp_ports, udp_ports })
     }
 }
 
@@ -395,15 +379,7 @@ impl UplinkConfig {
     /// Returns an uplink of all ports, without VLANs and forwarded ports.
     #[must_use]
     pub fn new(name: String, way: Way) -> Self {
-        Self {
-            name,
-            way,
-            port: None,
-            vlan: Vlan::default(),
-            tcp_ports: Vec::new(),
-            udp_ports: Vec::new(),
-            host_loopback: false,
-        }
+        Self { name, way, port: None, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
     }
 
     /// Returns whether its device serves one guest only, and all ports lead to it: passt gives every guest the same address, and

@@ -4,7 +4,6 @@
 //! the passt that it has started and waits for its end, so that the ports of the host are free. A stopped one (SIGSTOP) ends too.
 
 use std::io;
-use std::net::IpAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -27,33 +26,13 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// The end of a connection that has lasted so long counts as a first failure.
 const LASTING: Duration = Duration::from_secs(10);
 
-/// The host's name servers.
-const RESOLVERS: &str = "/etc/resolv.conf";
-/// The name servers that systemd-resolved asks.
-const UPSTREAM_RESOLVERS: &str = "/run/systemd/resolve/resolv.conf";
-/// passt takes so many name servers.
-const SERVERS_MAX: usize = 3;
-
 /// Where the connections of an uplink come from.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     /// The socket of a passt that the user has started.
     Socket(PathBuf),
-    /// A program that is started for each connection and ends with it.
-    Program(Program),
-}
-
-/// A passt to be started.
-#[derive(Clone, Debug)]
-pub(crate) struct Program {
-    /// The program.
-    pub path: PathBuf,
-    /// The TCP ports of the host that it forwards, as its option -t takes them.
-    pub tcp: Vec<String>,
-    /// The UDP ports, as its option -u takes them.
-    pub udp: Vec<String>,
-    /// The guest reaches the host's loopback addresses at its gateway's.
-    pub host_loopback: bool,
+    /// A program that is started for each connection and ends with it. It forwards these TCP and UDP ports of the host.
+    Program(PathBuf, Vec<String>, Vec<String>),
 }
 
 /// A connection to passt.
@@ -82,9 +61,7 @@ impl Source {
     /// No process listens at the socket, or the program can't be started.
     pub fn open(self) -> io::Result<Opening> {
         let claim = match &self {
-            Self::Program(Program { tcp, udp, .. }) if !tcp.is_empty() || !udp.is_empty() => {
-                Claim::wait(tcp, udp)?
-            }
+            Self::Program(_, tcp, udp) if !tcp.is_empty() || !udp.is_empty() => Claim::wait(tcp, udp)?,
             _ => None,
         };
         Ok(Opening { connection: self.connect()?, source: self, claim })
@@ -93,8 +70,8 @@ impl Source {
     fn connect(&self) -> io::Result<Connection> {
         let (socket, child) = match self {
             Self::Socket(path) => (to(path)?, None),
-            Self::Program(program) => {
-                let (socket, child) = program.start()?;
+            Self::Program(program, tcp, udp) => {
+                let (socket, child) = start(program, tcp, udp)?;
                 (socket, Some(child))
             }
         };
@@ -110,58 +87,30 @@ fn to(path: &Path) -> io::Result<OwnedFd> {
     })
 }
 
-impl Program {
-    /// Starts it; it ends with the connection.
-    fn start(&self) -> io::Result<(OwnedFd, Child)> {
-        let (own, theirs) = UnixStream::pair()?;
-        let theirs = OwnedFd::from(theirs);
-        let number = theirs.as_raw_fd();
-        let mut command = Command::new(&self.path);
-        command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
-        for (option, ports) in [("-t", &self.tcp), ("-u", &self.udp)] {
-            for port in ports {
-                command.args([option, port]);
-            }
+/// Starts `program`, which ends with the connection and forwards these ports of the host.
+fn start(program: &Path, tcp: &[String], udp: &[String]) -> io::Result<(OwnedFd, Child)> {
+    let (own, theirs) = UnixStream::pair()?;
+    let theirs = OwnedFd::from(theirs);
+    let number = theirs.as_raw_fd();
+    let mut command = Command::new(program);
+    command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
+    for (option, ports) in [("-t", tcp), ("-u", udp)] {
+        for port in ports {
+            command.args([option, port]);
         }
-        if !self.host_loopback {
-            command.arg("--no-map-gw");
-            let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-            for server in offered(&read(RESOLVERS), || read(UPSTREAM_RESOLVERS)) {
-                command.args(["--dns", &server.to_string()]);
-            }
-        }
-        // SAFETY: between fork and exec, one system call that is safe there.
-        unsafe {
-            command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
-                -1 => Err(io::Error::last_os_error()),
-                _ => Ok(()),
-            });
-        }
-        let child = command.spawn().map_err(|err| {
-            let text = format!("{} can't be started: {err}; install the package passt", self.path.display());
-            io::Error::new(err.kind(), text)
-        })?;
-        Ok((own.into(), child))
     }
-}
-
-/// Returns the name servers that passt is told to offer. It offers those of the host (`own`, a resolv.conf) by itself; it can't where they
-/// listen on the host's loopback only, as systemd-resolved does: then the ones that the host's resolver asks (`upstream`) are offered.
-fn offered(own: &str, upstream: impl FnOnce() -> String) -> Vec<IpAddr> {
-    let remote = |text: &str| -> Vec<IpAddr> {
-        let words = text.lines().map(str::split_whitespace);
-        let servers =
-            words.filter_map(|mut words| (words.next() == Some("nameserver")).then(|| words.next())?);
-        servers
-            .filter_map(|server| server.parse().ok())
-            .filter(|server: &IpAddr| !server.is_loopback())
-            .collect()
-    };
-    if remote(own).is_empty() {
-        remote(&upstream()).into_iter().take(SERVERS_MAX).collect()
-    } else {
-        Vec::new()
+    // SAFETY: between fork and exec, one system call that is safe there.
+    unsafe {
+        command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        });
     }
+    let child = command.spawn().map_err(|err| {
+        let text = format!("{} can't be started: {err}; install the package passt", program.display());
+        io::Error::new(err.kind(), text)
+    })?;
+    Ok((own.into(), child))
 }
 
 impl Opening {
@@ -277,23 +226,5 @@ fn rests(stop: &Event, time: Duration) -> bool {
         if let Ok(n) = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&left)) {
             return n > 0;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guest_is_offered_the_upstream_servers_of_a_host_whose_resolver_listens_on_its_loopback() {
-        let upstream =
-            || "# made by a program\nnameserver 192.0.2.53\nnameserver 2001:db8::53\nsearch x\n".to_owned();
-        let servers = ["192.0.2.53", "2001:db8::53"].map(|server| server.parse::<IpAddr>().unwrap());
-        assert_eq!(offered("nameserver 127.0.0.53\noptions edns0\n", upstream), servers);
-        assert_eq!(offered("", upstream), servers);
-        let none: [IpAddr; 0] = [];
-        assert_eq!(offered("nameserver ::1\nnameserver 198.51.100.1\n", upstream), none);
-        let many = || (1..9).map(|n| format!("nameserver 192.0.2.{n}\n")).collect();
-        assert_eq!(offered("nameserver 127.0.0.53", many).len(), SERVERS_MAX);
     }
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use crate::control::config::{UplinkConfig, Way};
-use crate::control::passt::{Opening, Program, Source};
+use crate::control::passt::{Opening, Source};
 use crate::uplink::Opened;
 use crate::uplink::packet::Packet;
 use crate::uplink::tap::Tap;
@@ -22,12 +22,7 @@ pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option
         }
         Way::Interface(name) => return Ok((Opened::Packet, Packet::open(&name)?, None)),
         Way::Passt(path) => Source::Socket(path),
-        Way::User(path) => Source::Program(Program {
-            path,
-            tcp: config.tcp_ports.clone(),
-            udp: config.udp_ports.clone(),
-            host_loopback: config.host_loopback,
-        }),
+        Way::User(program) => Source::Program(program, config.tcp_ports.clone(), config.udp_ports.clone()),
     };
     let opening = source.open()?;
     Ok((Opened::Passt, opening.socket()?, Some(opening)))

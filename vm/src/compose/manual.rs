@@ -55,11 +55,6 @@ const TABLES: [Table; 12] = [
                 "Where frames go that are for no VM: \"user\" (a passt for each VM, which reaches no other VM here), { tap = \"tap0\" } or { interface = \"eth1\" }. The device must exist.",
             ),
             (
-                "host_loopback",
-                "false",
-                "With uplink = \"user\": VMs reach what listens on the host's 127.0.0.1 and ::1, at their gateway's address.",
-            ),
-            (
                 "subnet",
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",

@@ -92,7 +92,6 @@ pub(super) fn of_vm(vm: &str, spec: &NetSpec, forwards: &[Forward]) -> Option<Up
     config.port = Some(vm.to_owned());
     config.tcp_ports = of(Protocol::Tcp);
     config.udp_ports = of(Protocol::Udp);
-    config.host_loopback = spec.host_loopback;
     Some(config)
 }
 
@@ -167,19 +166,6 @@ mod tests {
         );
         has(&config, "[[uplink]]\nname = \"b.uplink\"\nuser = \"passt\"\nport = \"b\"\n");
         assert_eq!(config.matches("isolated = true").count(), 2, "{config}");
-        assert!(!config.contains("host-loopback"), "{config}");
-    }
-
-    #[test]
-    fn guests_reach_the_hosts_loopback_if_the_file_says_so() {
-        let of = |text: &str| {
-            config(&format!("[net.lan]\nuplink = \"user\"\n{text}\n[vm.a]\nnetworks = [\"lan\"]\n"))
-        };
-        has(&of("host_loopback = true"), "host-loopback = true\n");
-        let e =
-            Project::parse(Path::new("/somewhere/demo/tombolo.toml"), "[net.lan]\nhost_loopback = true\n")
-                .unwrap_err();
-        assert!(format!("{e:#}").contains("net.lan.host_loopback belongs to user-mode networking"), "{e:#}");
     }
 
     #[test]
