@@ -5,7 +5,7 @@
 //! All integers are little endian; both messages have a fixed size limit.
 
 use crate::Error;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 
 const MAGIC: [u8; 8] = *b"TMBLCALL";
 /// Version of handshake and transport. Records have an identity of their own ([`Hello::identity`]).
@@ -86,6 +86,26 @@ impl Hello {
         out.extend_from_slice(&self.identity);
         put_text(&mut out, &self.name);
         Ok(to.write_all(&out)?)
+    }
+
+    /// Sends it and returns what `answer` receives. A server may refuse a client before it has read anything, and hang up: the refusal is
+    /// received, too, although the hello could not be sent.
+    ///
+    /// # Errors
+    /// Those of `answer`; the server hung up without a word.
+    pub fn greet<T>(
+        &self,
+        to: &mut impl Write,
+        answer: impl FnOnce() -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let unsent = match self.send(to) {
+            Err(Error::Io(e)) if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => e,
+            sent => return sent.and_then(|()| answer()),
+        };
+        match answer() {
+            Err(Error::Refused(why)) => Err(Error::Refused(why)),
+            _ => Err(unsent.into()),
+        }
     }
 
     /// Receives one.

@@ -6,6 +6,7 @@ use crate::children::NotInChildren;
 use crate::hello::{Geometry, Hello, welcome, welcomed};
 use crate::memory::{Mapping, sealed_memfd};
 use crate::rings::{self, Bells, Ring, Side};
+use crate::stream::Plain;
 use crate::{Bell, Error, Link};
 use rustix::event::EventfdFlags;
 use rustix::net::{
@@ -117,11 +118,12 @@ fn link(socket: UnixStream, geometry: Geometry, fds: [OwnedFd; FDS], side: Side)
 
 /// Connects to a server's Unix socket.
 pub fn connect(path: &std::path::Path, hello: &Hello) -> Result<Link, Error> {
-    let mut socket = UnixStream::connect(path)?;
-    hello.send(&mut socket)?;
-    let (bytes, fds) = receive_with_fds(&socket)?;
-    // The rest of a message that is longer than the first packet (a long refusal) follows on the socket.
-    let geometry = welcomed(&mut io::Read::chain(&bytes[..], &socket))?;
+    let socket = UnixStream::connect(path)?;
+    let (geometry, fds) = hello.greet(&mut Plain(&socket), || {
+        let (bytes, fds) = receive_with_fds(&socket)?;
+        // The rest of a message that is longer than the first packet (a long refusal) follows on the socket.
+        Ok((welcomed(&mut io::Read::chain(&bytes[..], &socket))?, fds))
+    })?;
     let fds = <[OwnedFd; FDS]>::try_from(fds).map_err(|_| Error::Broken("the server passed no memory"))?;
     link(socket, geometry, fds, Side::Client)
 }

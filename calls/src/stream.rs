@@ -426,8 +426,8 @@ fn link(socket: OwnedFd, window: u64, waits: bool) -> Result<Link, Error> {
     })
 }
 
-/// A connected stream socket as something to read and write in the handshake.
-struct Plain<'a>(&'a OwnedFd);
+/// A connected stream socket as something to read and write in the handshake. A peer that is gone is an error, and no signal.
+pub(crate) struct Plain<'a>(pub &'a dyn AsRawFd);
 
 impl Read for Plain<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
@@ -451,8 +451,7 @@ impl Write for Plain<'_> {
 
 /// Makes a link of a connected stream, as its client.
 pub fn connect(socket: OwnedFd, hello: &Hello) -> Result<Link, Error> {
-    hello.send(&mut Plain(&socket))?;
-    let geometry = welcomed(&mut Plain(&socket))?;
+    let geometry = hello.greet(&mut Plain(&socket), || welcomed(&mut Plain(&socket)))?;
     link(socket, geometry.window, true)
 }
 

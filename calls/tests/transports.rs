@@ -418,3 +418,25 @@ fn when_an_owner_dies_who_waits_for_it_is_lost_and_woken_and_nobody_serves() {
         assert_eq!(u64::from_le_bytes(woken), rung, "channel {channel}");
     }
 }
+
+#[test]
+fn a_client_hears_why_it_is_refused_though_the_server_hung_up_before_it_had_said_who_it_is() {
+    let (a, b) = UnixStream::pair().expect("a pair");
+    stream::refuse(&OwnedFd::from(b), "no place").expect("told");
+    let refused = stream::connect(a.into(), &hello()).err().expect("refused").to_string();
+    assert!(refused.contains("no place"), "{refused}");
+
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&path).expect("bound");
+    let server = thread::spawn(move || {
+        for _ in 0..500 {
+            process::refuse(&listener.accept().expect("a client comes").0, "no place").expect("told");
+        }
+    });
+    for _ in 0..500 {
+        let refused = process::connect(&path, &hello()).err().expect("refused").to_string();
+        assert!(refused.contains("no place"), "{refused}");
+    }
+    server.join().expect("no panic");
+}
