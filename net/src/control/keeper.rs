@@ -115,7 +115,7 @@ impl Keeper {
     }
 }
 
-/// What matters about an entry to others.
+/// The kind of an entry, as far as it decides which other entries may be there.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Guest,

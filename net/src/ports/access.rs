@@ -37,7 +37,7 @@ pub fn apply(access: &Access, path: &Path) -> anyhow::Result<()> {
         group = VMMS.iter().find_map(|name| self::group(name));
     }
     let told = owner.or(group).map(|_| MODE);
-    // What the path leads to may be another file by now, where others may write to its folder: they get no other file this way.
+    // Another user who may write to the folder can have put another file at this path: it keeps its owner and mode.
     let socket = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path);
     let socket = socket.with_context(|| path.display().to_string())?;
     anyhow::ensure!(socket.metadata()?.file_type().is_socket(), "{} is no socket any more", path.display());

@@ -5,7 +5,7 @@
 //! The partition is the threaded cgroup `vcpus` in the VM's own. Its ancestors are no partitions, so it is a 'remote' one (Linux 6.7 and newer): each
 //! ancestor but the root lists its CPUs in `cpuset.cpus.exclusive`. QEMU's other threads stay in the VM's cgroup.
 //!
-//! A partition keeps its CPUs from the host when nobody lives in it. So a record of it is written before the first change, and removed after
+//! An empty partition still keeps its CPUs from the host. So a record of it is written before the first change, and removed after
 //! the last step back. It names the owner, which is the supervisor's process: what a dead owner has left is taken back by the next `up` of
 //! any project, or by `clean`.
 

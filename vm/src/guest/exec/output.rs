@@ -57,7 +57,7 @@ impl Tail {
                 Err(e) => return Err(e),
             },
         };
-        // A guest that says without end that there is more keeps nobody from ending the command.
+        // The command can be ended also while the guest reports more output without end.
         if self.read(agent, handle, output)? {
             return Ok(true);
         }
