@@ -165,6 +165,36 @@ static void shared_memory(void)
 	clSVMFree(context, shared);
 }
 
+/* Answers that change while an object lives. */
+static void changing(void)
+{
+	cl_kernel kernel = kernel_of("kernel void k(local int *a, local int *b) { a[0] = b[0] = 1; }", "", "k");
+	cl_device_partition_property halves[] = {CL_DEVICE_PARTITION_EQUALLY, 1, 0};
+	cl_device_id parts[64];
+	cl_uint made = 0, refs = 9;
+	cl_ulong bytes = 9;
+
+	for (size_t n = 0; n < 3; n++) {
+		SAY(clGetKernelWorkGroupInfo(kernel, device, CL_KERNEL_LOCAL_MEM_SIZE, sizeof bytes, &bytes, NULL));
+		printf("     %lu bytes of local memory\n", (long)bytes);
+		SAY(clSetKernelArg(kernel, n % 2, 256 << n, NULL));
+	}
+	SAY(clCreateSubDevices(device, halves, 64, parts, &made));
+	for (int i = 0; i < 4 && made; i++) {
+		SAY(clGetDeviceInfo(parts[0], CL_DEVICE_REFERENCE_COUNT, sizeof refs, &refs, NULL));
+		printf("     %u references\n", refs);
+		if (i < 2)
+			SAY(clRetainDevice(parts[0]));
+		else
+			SAY(clReleaseDevice(parts[0]));
+	}
+	for (cl_uint i = 0; i < made; i++)
+		clReleaseDevice(parts[i]);
+	SAY(clGetDeviceInfo(device, CL_DEVICE_REFERENCE_COUNT, sizeof refs, &refs, NULL));
+	printf("     %u references of a root device\n", refs);
+	clReleaseKernel(kernel);
+}
+
 /* The output of kernels comes before a call that waits for them returns, and after the program's own output before. */
 static void printing(void)
 {
@@ -301,6 +331,7 @@ int main(void)
 	image_maps();
 	host_access();
 	shared_memory();
+	changing();
 	printing();
 	programs();
 	arguments();

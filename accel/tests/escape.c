@@ -8,6 +8,8 @@
  *	escape fill	takes as much memory, disk and processes as it gets; one line 'what: how much' for each
  *	escape pass FILE	passes a descriptor of the file, opened to read, to its worker, which changes the file's mode;
  *		one line 'what: result' for each step
+ *	escape again	maps parts of what its worker shares a second time, from copies of these on, to what lies behind them in their files; one line
+ *		'what: result' for each step
  *	escape crash	asks for a dump of its worker, and has it die; says 'survived' if that goes on
  *	escape old	makes a system call in the way of 32-bit programs; says 'survived' if that goes on
  *	escape many	starts processes, for ever
@@ -126,6 +128,16 @@ static const char *source =
 	"	message[5] = sizeof(control);\n"
 	"	results[0] = sc(47, 4, (long)message, 0x40, 0, 0, 0);\n"
 	"	results[1] = results[0] < 0 ? -1 : sc(91, control[2] & 0x7fffffff, 0666, 0, 0, 0, 0);\n"
+	"}\n"
+	/* The list of its worker's mappings, as far as there is room. */
+	"kernel void mappings(global char *text, int size)\n"
+	"{\n"
+	"	char path[] = \"/proc/self/maps\";\n"
+	"	long fd = sc(257, -100, (long)path, 0, 0, 0, 0), n = 0;\n"
+	"	for (long got; n < size - 1 && (got = sc(0, fd, (long)(text + n), size - 1 - n, 0, 0, 0)) > 0;)\n"
+	"		n += got;\n"
+	"	text[n] = 0;\n"
+	"	sc(3, fd, 0, 0, 0, 0, 0);\n"
 	"}\n"
 	/* May be dumped, without a limit that the kernel minds; then a write where nothing is mapped. */
 	"kernel void crash(global long *results)\n"
@@ -371,6 +383,8 @@ static void files_of_others(void)
 	struct flock shared = { .l_type = F_RDLCK };
 	int file = TRY(ALLOWED "a file that is seen", SYS_openat, P(AT_FDCWD), S("/usr/bin/env"), P(O_RDONLY), P(0));
 	int commands[] = { F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW };
+	const char *nodes[] = { "/dev/null", "/dev/urandom" };
+	long attribute[2] = { 0 };
 
 	TRY("its lock", SYS_flock, RESULT, (long)file, P(LOCK_EX | LOCK_NB));
 	for (size_t i = 0; i < sizeof(commands) / sizeof(commands[0]); i++) {
@@ -383,6 +397,31 @@ static void files_of_others(void)
 	TRY("out of the host's memory with it", SYS_fadvise64, RESULT, (long)file, P(0), P(0), P(4));
 	TRY("its mode", SYS_fchmod, RESULT, (long)file, P(0777));
 	TRY("its times", SYS_utimensat, RESULT, (long)file, P(0), P(0), P(0));
+	/* A server of root may be the owner of the nodes. */
+	for (size_t i = 0; i < sizeof(nodes) / sizeof(nodes[0]); i++) {
+		char name[64];
+
+		snprintf(name, sizeof(name), "the mode of %s", nodes[i]);
+		TRY(name, SYS_fchmodat, P(AT_FDCWD), S(nodes[i]), P(0666));
+		snprintf(name, sizeof(name), "the owner of %s", nodes[i]);
+		TRY(name, SYS_fchownat, P(AT_FDCWD), S(nodes[i]), P(0), P(0), P(0));
+		snprintf(name, sizeof(name), "the times of %s", nodes[i]);
+		TRY(name, SYS_utimensat, P(AT_FDCWD), S(nodes[i]), P(0), P(0));
+	}
+	/* The standard input is a node too. */
+	TRY("the mode of descriptor 0", SYS_fchmod, P(0), P(0666));
+	TRY("the owner of descriptor 0", SYS_fchown, P(0), P(0), P(0));
+	TRY("the times of descriptor 0", SYS_utimensat, P(0), P(0), P(0), P(0));
+	/* Attributes of memory files are the kernel's memory, and no limit counts them. */
+	for (long fd = 3; fd < 24; fd++) {
+		char name[64];
+
+		snprintf(name, sizeof(name), "an attribute of descriptor %ld", fd);
+		TRY(name, SYS_fsetxattr, P(fd), S("user.escape"), S("x"), P(1), P(0));
+	}
+	TRY("an attribute of a file", SYS_setxattr, S("/tmp"), S("user.escape"), S("x"), P(1), P(0));
+	TRY("the same, of a link", SYS_lsetxattr, S("/tmp"), S("user.escape"), S("x"), P(1), P(0));
+	TRY("the same, by a newer call", 463 /* setxattrat */, P(AT_FDCWD), S("/tmp"), P(0), S("user.escape"), DATA, put(attribute, sizeof(attribute)), P(16));
 }
 
 /* The host's network by the client's socket, and what a socket can be told. */
@@ -427,6 +466,7 @@ static void newer_calls(void)
 	TRY("what it maps, through /proc", SYS_openat, P(AT_FDCWD), S("/proc/self/map_files"), P(O_RDWR), P(0));
 	TRY("its server's program", SYS_openat, P(AT_FDCWD), S("/proc/self/exe"), P(O_RDWR), P(0));
 	TRY("more of the processor's time", SYS_sched_setattr, P(0), OUT, P(0));
+	TRY("a group of the scheduler's, by a session", SYS_setsid);
 	TRY("a program's events elsewhere", SYS_fanotify_mark, P(0), P(1), P(1), P(AT_FDCWD), S("/usr"));
 }
 
@@ -503,16 +543,54 @@ static void kernel_parts(long shmid)
 	core_dumps();
 }
 
+static long results[MOST];
+
+/* Makes the calls, and says what each has returned. */
+static void make_calls(void)
+{
+	cl_int e = run("attempt", 3, (void *[]){ calls, data, results }, (size_t[]){ sizeof(calls), sizeof(data), sizeof(results) }, n_calls);
+
+	if (e)
+		die("attempt", e);
+	for (int i = 0; i < n_calls; i++)
+		if (strncmp(names[i], ALLOWED, strlen(ALLOWED)))
+			printf("%s: %ld\n", names[i], results[i]);
+}
+
+static int map_again(void)
+{
+	enum { PAGE = 4096, PART = 2 << 20 };
+	static char text[1 << 18];
+	/* Where nothing is mapped. */
+	long free = 0x200000000000;
+	cl_int e = run("mappings", 1, (void *[]){ text }, (size_t[]){ sizeof(text) }, sizeof(text));
+
+	if (e)
+		die("mappings", e);
+	for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n"), free += 8l * PART) {
+		long start, end, copy;
+		char name[64], access[5];
+
+		if (sscanf(line, "%lx-%lx %4s", &start, &end, access) != 3 || access[3] != 's')
+			continue;
+		copy = free + (end & (PART - 1));
+#define OF(what) (snprintf(name, sizeof(name), what " of %lx", start), name)
+		TRY(OF("last page"), SYS_mremap, P(end - PAGE), P(0), P(PAGE), P(MREMAP_MAYMOVE | MREMAP_FIXED), P(copy));
+		TRY(OF("beyond its copy"), SYS_mremap, P(copy), P(0), P(PART), P(MREMAP_MAYMOVE | MREMAP_FIXED), P(copy + 2 * PART));
+		TRY(OF("beyond the end"), SYS_mremap, P(end - PAGE), P(0), P(PART), P(MREMAP_MAYMOVE | MREMAP_FIXED), P(copy + 4 * PART));
+	}
+	make_calls();
+	return 0;
+}
+
 static int try_all(char **v)
 {
-	static long results[MOST];
 	const char *elsewhere[] = { "/etc/shadow", "/etc/passwd", "/root", "/home", "/var", "/run", "/boot", "/mnt", "/srv", "/dev/kmsg", "/dev/mem",
 		"/dev/kvm", "/dev/fuse", "/dev/zero", "/dev/ptmx", "/dev/tty", "/dev/console", "/dev/vda", "/dev/loop0", "/sys/kernel", "/sys/fs",
 		"/sys/firmware", "/proc/kcore", "/proc/kmsg" };
 	const char *unchanging[] = { "/escape", "/usr/escape", "/usr/bin/env", "/etc/escape", "/etc/ld.so.cache", "/etc/OpenCL/escape", "/dev/escape",
 		"/sys/devices/system/cpu/cpu1/online", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sysrq-trigger",
 		"/proc/self/uid_map", "/proc/self/oom_score_adj" };
-	cl_int e;
 
 	/* Before what may change the worker itself. */
 	sockets(v[2]);
@@ -528,11 +606,7 @@ static int try_all(char **v)
 	processes("a neighbour", atol(v[1]));
 	TRY("kill all processes", SYS_kill, P(-1), P(SIGKILL));
 	kernel_parts(atol(v[3]));
-	if ((e = run("attempt", 3, (void *[]){ calls, data, results }, (size_t[]){ sizeof(calls), sizeof(data), sizeof(results) }, n_calls)))
-		die("attempt", e);
-	for (int i = 0; i < n_calls; i++)
-		if (strncmp(names[i], ALLOWED, strlen(ALLOWED)))
-			printf("%s: %ld\n", names[i], results[i]);
+	make_calls();
 	return 0;
 }
 
@@ -586,6 +660,8 @@ int main(int n, char **v)
 		return 0;
 	if (!strcmp(v[1], "try") && n > 6)
 		return try_all(v + 2);
+	if (!strcmp(v[1], "again"))
+		return map_again();
 	if (!strcmp(v[1], "fill")) {
 		char path[16] = "/tmp/fill";
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-/* Shared virtual memory: a list whose pointers a kernel follows, prints what it found and what the program then sees. */
+/* Shared virtual memory: whether the device has some, as it says and as it turns out; a list whose pointers a kernel follows, prints what it found and what the program then sees. */
 #define CL_TARGET_OPENCL_VERSION 200
 #include <CL/cl.h>
 #include <stdio.h>
@@ -25,6 +25,9 @@ int main(void)
 	cl_context context = clCreateContext(NULL, 1, &device, NULL, NULL, &e);
 	cl_command_queue queue = clCreateCommandQueueWithProperties(context, device, NULL, &e);
 	cl_program program = clCreateProgramWithSource(context, 1, &source, NULL, &e);
+	cl_device_svm_capabilities announced = 99;
+	clGetDeviceInfo(device, CL_DEVICE_SVM_CAPABILITIES, sizeof announced, &announced, NULL);
+	printf("announced %lx\n", (long)announced);
 	printf("build %d\n", clBuildProgram(program, 0, NULL, NULL, NULL, NULL));
 	cl_kernel visit = clCreateKernel(program, "visit", &e);
 	struct node *nodes = clSVMAlloc(context, CL_MEM_READ_WRITE, 100 * sizeof *nodes, 0);

@@ -9,6 +9,7 @@ use crate::children::NotInChildren;
 use crate::ring::{RingMem, Word};
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -246,7 +247,7 @@ impl Window {
         })
     }
 
-    /// Bytes.
+    /// The length in bytes.
     pub fn len(&self) -> u64 {
         self.len as u64
     }
@@ -273,9 +274,8 @@ impl Window {
         self.mapping.again(self.at + offset as usize, len as usize, address).map_err(Error::Io)
     }
 
-    /// Maps a range (multiples of [`PAGE`]) a second time over what is mapped at `address`. Its parts are of [`PAGE`] or [`PART`] bytes, and a larger one ends
-    /// where the mapping does or a multiple of its size before, so that a filter of system calls can tell these from calls that
-    /// reach beyond the mapping into its file.
+    /// Maps a range (multiples of [`PAGE`]) a second time over what is mapped at `address`, by parts of [`PAGE`] or [`PART`] bytes: a filter of system
+    /// calls compares an address with the bounds of the mapping for each of these sizes.
     ///
     /// # Safety
     /// The caller owns the pages at `address`.
@@ -283,8 +283,7 @@ impl Window {
         let from = self.at(offset, len)?;
         let mut done = 0;
         while done < len as usize {
-            let large = len as usize - done >= PART && (self.end() - from as usize - done) % PART == 0;
-            let part = if large { PART } else { PAGE };
+            let part = if len as usize - done >= PART { PART } else { PAGE };
             let (old, to) = (from.wrapping_add(done), address.wrapping_add(done));
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
             // SAFETY: old lies in the mapping; the pages at to are the caller's to give. An old size of 0 leaves a shared mapping where it is.
@@ -297,9 +296,10 @@ impl Window {
         Ok(())
     }
 
-    /// The address behind the last byte of the mapping that the window is a part of.
-    pub fn end(&self) -> usize {
-        self.mapping.base() as usize + self.mapping.len()
+    /// The addresses of the mapping that the window is a part of.
+    pub fn mapping(&self) -> Range<usize> {
+        let base = self.mapping.base() as usize;
+        base..base + self.mapping.len()
     }
 
     /// The offset of an address of this process, if `len` bytes from it all lie in the window.

@@ -1,60 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs the commands of the guide's pages as they stand there: of docs/vms.md those for `tombolo.toml` with a real guest and those for `services.toml`
-//! with the stand-in for QEMU, of docs/start.md with two guests that boot a small disk image, of docs/files.md on this host. A line `…` stands for
+//! with the stand-in for QEMU, of docs/start.md with two guests that boot a small disk image, of docs/files.md on this host (those of kind `sh guest`: `cgroups.rs`). A line `…` stands for
 //! output that is left out.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use common::Lab;
+use common::page::{self, file};
 
 mod common;
 
-/// A fenced block of the page: what stands behind the fence, and its lines.
-struct Block {
-    kind: String,
-    text: String,
-}
-
-fn blocks(page: &str) -> Vec<Block> {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(page);
-    let page = std::fs::read_to_string(page).unwrap();
-    let mut blocks = Vec::new();
-    let mut open: Option<Block> = None;
-    for line in page.lines() {
-        match (line.strip_prefix("```"), &mut open) {
-            (Some(kind), None) => open = Some(Block { kind: kind.to_owned(), text: String::new() }),
-            (Some(_), Some(_)) => blocks.extend(open.take()),
-            (None, Some(block)) => block.text.extend([line, "\n"]),
-            (None, None) => {}
-        }
-    }
-    blocks
-}
-
-/// The page's file of this name, from all its pieces.
-fn file(page: &str, name: &str) -> String {
-    let pieces = blocks(page).into_iter().filter(|block| block.kind == format!("toml {name}"));
-    pieces.map(|block| block.text).collect()
-}
-
 /// The page's commands with what they print, from the blocks that name `services.toml` or from those that don't.
 fn commands(page: &str, services: bool) -> Vec<(String, String)> {
-    let mut commands: Vec<(String, String)> = Vec::new();
-    for block in blocks(page).into_iter().filter(|block| block.kind == "sh") {
-        assert!(block.text.starts_with("$ "), "{}", block.text);
-        let mut own = Vec::new();
-        for line in block.text.lines() {
-            match line.strip_prefix("$ ") {
-                Some(command) => own.push((command.to_owned(), String::new())),
-                None => own.last_mut().unwrap().1.extend([line, "\n"]),
-            }
-        }
-        if block.text.contains("services.toml") == services {
-            commands.extend(own);
-        }
-    }
-    commands
+    page::commands(page, "sh", |block| block.text.contains("services.toml") == services)
 }
 
 fn run(lab: &Lab, commands: &[(String, String)]) {
@@ -110,7 +69,10 @@ fn two_vms_and_their_host_write_one_file_as_the_first_page_says() {
     let commands = commands("start.md", false);
     assert!(commands.len() > 8, "{commands:?}");
     let lab = Lab::new(&file("start.md", "tombolo.toml"));
-    common::disk_image(&lab.dir.path().join("guest.img"));
+    let [raw, image] = ["guest.raw", "guest.qcow2"].map(|name| lab.dir.path().join(name));
+    common::disk_image(&raw);
+    let convert = Command::new("qemu-img").args(["convert", "-O", "qcow2"]).args([&raw, &image]).status();
+    assert!(convert.expect("the package qemu-utils").success());
     run(&lab, &commands);
     lab.assert_nothing_left();
 }

@@ -4,6 +4,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use common::stand_in::{lab, number, said, until};
 use common::{Lab, signal};
@@ -137,6 +138,33 @@ fn a_qemu_that_does_not_die_stays_in_the_list_though_its_start_has_failed() {
     let refused = lab.run(&["down"]);
     assert!(!refused.status.success() && said(&refused).contains(&why), "{}", said(&refused));
     assert_eq!(names(&lab), ["never"]);
+    std::fs::remove_file(&lives).unwrap();
+    until("it does not die", || lab.ps()["vms"][0]["pid"].is_null());
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_down_beside_another_stop_gives_a_qemu_that_does_not_die_no_second_time() {
+    let lab = lab("");
+    disks(&lab);
+    let lives = lab.dir.path().join("lives");
+    std::fs::write(&lives, "").unwrap();
+    let more = stubborn("a.img")
+        .replace("\"no-quit\"", &format!("\"no-quit\", \"-fake\", \"immortal={}\"", lives.display()));
+    let file = lab.dir.path().join("tombolo.toml");
+    let compose = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("{compose}[vm.a]\n{more}")).unwrap();
+    lab.good(&["up"]);
+    let (mut first, mut words) = begin(&lab, &["down", "a"]);
+    read_to(&mut words, TIME);
+    let begun = Instant::now();
+    let refused = lab.run(&["down"]);
+    let took = begun.elapsed();
+    assert!(!refused.status.success() && said(&refused).contains("does not die"), "{}", said(&refused));
+    // Each step is a timer: 30 s at most, and 39 s where the second stop begins anew.
+    assert!(took < Duration::from_secs(35), "{took:?}");
+    first.wait().unwrap();
     std::fs::remove_file(&lives).unwrap();
     until("it does not die", || lab.ps()["vms"][0]["pid"].is_null());
     lab.good(&["down"]);

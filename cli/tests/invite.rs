@@ -114,6 +114,36 @@ impl Drop for Vm {
 }
 
 #[test]
+fn a_vm_that_writes_a_path_for_its_name_gets_no_socket_elsewhere_and_keeps_no_other_from_its_own() {
+    let place = Place::new();
+    let old = "a-vm-with-a-long-name";
+    let socket = place.invite(old, &[]);
+    let elsewhere = place.dir.path().join("elsewhere.sock");
+    let mut zone = std::fs::read(place.zone()).unwrap();
+    let at = zone.windows(old.len()).position(|bytes| bytes == old.as_bytes()).unwrap();
+    // As the guest's kernel could, in the memory that it shares.
+    let file = std::fs::File::options().write(true).open(place.zone()).unwrap();
+    let mut rename = |new: &str| {
+        zone[at..at + old.len()].fill(0);
+        zone[at..at + new.len()].copy_from_slice(new.as_bytes());
+        std::os::unix::fs::FileExt::write_all_at(&file, &zone[at..at + old.len()], at as u64).unwrap();
+    };
+    rename("../../elsewhere");
+    place.until("the name is not restored", || place.member(old).is_some());
+    assert!(socket.exists() && !elsewhere.exists());
+    let listed = place.good(&["zone", "ls", "own.zone"]);
+    rename("\x1b[2J");
+    let shown = place.good(&["zone", "inspect", "own.zone"]);
+    assert!(!(listed + &shown).contains('\x1b'), "{shown}");
+    place.invite("c", &[]);
+    rename("c");
+    place.until("the name is not restored", || place.member(old).is_some());
+    place.invite("d", &[]);
+    let _vm = Vm::start(&socket);
+    place.until("it is not the VM that it was", || place.member(old).is_some_and(|m| m.alive));
+}
+
+#[test]
 fn a_vm_that_ends_loses_its_epoch_and_keeps_its_slot() {
     let place = Place::new();
     let socket = place.invite("a", &[]);

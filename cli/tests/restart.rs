@@ -4,9 +4,9 @@
 use std::io::Read;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 
-use common::stand_in::{number, until};
+use common::stand_in::{self, number, said, until};
 use common::{Lab, TIMEOUT, signal};
 
 mod common;
@@ -121,6 +121,31 @@ fn a_vm_whose_reboot_fails_before_there_is_a_qemu_starts_again_by_its_policy() {
     until("it does not wait", || vm(&lab)["state"].as_str().unwrap().starts_with("restarting in "));
     std::fs::rename(&away, &kernel).unwrap();
     until("it does not start again", || vm(&lab)["state"] == "up");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_vm_whose_start_with_all_memory_fails_before_there_is_a_qemu_starts_again_by_its_policy() {
+    let lab = stand_in::lab(
+        "[vm.a]\nkernel = \"kernel\"\nmemory = \"320M\"\nboot_memory = \"128M\"\nstart = \"fast\"\nrestart = \"always\"\n\
+         ready = \"console:next words\"\nready_timeout = 6000\ndisks = [{ path = \"disk\" }]\n\
+         qemu_args = [\"-fake\", \"driverless\"]\n",
+    );
+    let [disk, away] = ["disk", "away"].map(|name| lab.dir.path().join(name));
+    std::fs::write(&disk, [0; 512]).unwrap();
+    let up = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
+    until("its guest says nothing", || {
+        String::from_utf8_lossy(&lab.run(&["logs", "a"]).stdout).contains("first words")
+    });
+    // The next QEMU has no disk.
+    std::fs::rename(&disk, &away).unwrap();
+    signal(number(&vm(&lab)["pid"]), "USR2");
+    let up = up.wait_with_output().unwrap();
+    assert!(up.status.success(), "{}", said(&up));
+    until("it does not wait", || vm(&lab)["state"].as_str().unwrap().starts_with("restarting in "));
+    std::fs::rename(&away, &disk).unwrap();
+    until("it does not start again", || vm(&lab)["restarts"] == 1 && vm(&lab)["state"] == "booting");
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }
@@ -261,4 +286,53 @@ fn the_packages_unit_cuts_off_no_start_that_takes_long() {
     // The memory of a large guest may take half an hour to be had; systemd's own limit is 90 s.
     let limits: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix("TimeoutStartSec=")).collect();
     assert_eq!(limits, ["infinity"]);
+}
+
+#[test]
+fn a_guest_that_writes_an_images_header_into_its_raw_disk_has_it_raw_after_each_reboot_and_restart() {
+    let raw = "disks = [{ path = \"disk.img\" }]\n";
+    let lab = lab(&format!("restart = \"always\"\n{raw}"));
+    let disk = lab.dir.path().join("disk.img");
+    std::fs::write(&disk, [0; 1 << 16]).unwrap();
+    let format = || {
+        let line = std::fs::read(format!("/proc/{}/cmdline", number(&vm(&lab)["pid"]))).unwrap();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        let drive = line.split('\0').find(|argument| argument.contains("id=disk0")).unwrap();
+        drive.rsplit("format=").next().unwrap().to_owned()
+    };
+    lab.good(&["up"]);
+    assert_eq!(format(), "raw");
+    // As a guest that owns the disk can.
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&disk).arg("1T").output();
+    assert!(made.expect("the package qemu-utils").status.success());
+    signal(number(&vm(&lab)["pid"]), "USR1");
+    until("it does not reboot", || vm(&lab)["reboots"] == 1 && vm(&lab)["state"] == "up");
+    assert_eq!(format(), "raw");
+    let next = lab.dir.path().join("next");
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next).status();
+    assert!(copied.unwrap().success());
+    lab.good(&["upgrade", "--program", next.to_str().unwrap()]);
+    end_and_wait(&lab, "KILL", 1);
+    assert_eq!(format(), "raw");
+    // A VM that runs is not stopped for a start that is refused.
+    let pid = number(&vm(&lab)["pid"]);
+    let refused = said(&lab.run(&["restart", "a"]));
+    assert!(
+        refused.contains("it begins as a qcow2 image") && refused.contains("format = \"raw\""),
+        "{refused}"
+    );
+    assert_eq!(number(&vm(&lab)["pid"]), pid);
+    lab.good(&["down"]);
+    let refused = said(&lab.run(&["up"]));
+    assert!(
+        refused.contains("disk.img: its name makes it a raw image, and it begins as a qcow2 image"),
+        "{refused}"
+    );
+    let file = lab.dir.path().join("tombolo.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("\"disk.img\"", "\"disk.img\", format = \"raw\"")).unwrap();
+    lab.good(&["up"]);
+    assert_eq!(format(), "raw");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }

@@ -73,9 +73,77 @@ fn what_can_not_be_copied_is_said_and_no_mount_is_left() {
     // The zone has no file system yet.
     assert!(said(&["files", "import", "from", "own.zone"]).contains("tombolo files mkfs"));
     good(dir, &["files", "mkfs", "own.zone"]);
-    assert!(
-        said(&["files", "export", "own.zone:/missing", "back"]).contains("/missing is no directory there")
-    );
+    assert!(said(&["files", "export", "own.zone:/missing", "back"]).contains("own.zone:/missing: 'missing'"));
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
     assert!(!mounts.contains(dir.to_str().unwrap()), "{mounts}");
+}
+
+/// A zone in which a member has made `www` a link to the folder `victim` of the host, and two programs with set-id bits.
+fn hostile(dir: &Path) {
+    good(dir, &["zone", "create", "own.zone", "--size", "32M"]);
+    good(dir, &["files", "mkfs", "own.zone"]);
+    let make = "mkdir victim from mnt && echo kept >victim/kept && echo new >from/new && \
+                tombolo files mount own.zone mnt && ln -s \"$PWD/victim\" mnt/www && mkdir mnt/out && echo >mnt/out/program && \
+                chmod 6755 mnt/out/program && chmod 2755 mnt/out && umount mnt";
+    let program = Path::new(env!("CARGO_BIN_EXE_tombolo")).parent().unwrap();
+    let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
+    let mut shell = Command::new("sh");
+    assert!(shell.args(["-ec", make]).current_dir(dir).env("PATH", path).status().unwrap().success());
+}
+
+#[test]
+fn a_link_that_a_vm_made_in_the_zone_leads_no_copy_to_the_host() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    hostile(dir);
+    for place in ["own.zone:www", "own.zone:www/below"] {
+        let refused = run(dir, &["files", "import", "--delete", "from", place]);
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success() && said.contains("'www' is a link or a file"), "{said}");
+    }
+    let refused = run(dir, &["files", "export", "own.zone:www", "back"]);
+    assert!(!refused.status.success() && !dir.join("back/kept").exists());
+    let left: Vec<_> =
+        std::fs::read_dir(dir.join("victim")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left, ["kept"]);
+}
+
+#[test]
+fn a_copy_from_a_zone_has_no_set_id_bits_unless_they_are_asked_for() {
+    use std::os::unix::fs::MetadataExt;
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    hostile(dir);
+    let mode = || std::fs::metadata(dir.join("back/program")).unwrap().mode() & 0o7777;
+    good(dir, &["files", "export", "own.zone:out", "back"]);
+    assert_eq!(mode(), 0o755);
+    good(dir, &["files", "export", "--suid", "own.zone:out", "back"]);
+    assert_eq!(mode(), 0o6755);
+}
+
+#[test]
+fn the_mount_of_a_copy_is_reached_by_its_user_alone_and_runs_no_set_id_program() {
+    use std::os::unix::fs::MetadataExt;
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    hostile(dir);
+    (0..2000).for_each(|n| std::fs::write(dir.join(format!("from/{n}")), "x").unwrap());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+    command.args(["files", "import", "from", "own.zone:in"]).current_dir(dir).env("TMPDIR", dir);
+    let mut copying = command.stdout(std::process::Stdio::null()).spawn().unwrap();
+    let mount = loop {
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+        let own = |line: &&str| line.contains(dir.to_str().unwrap());
+        if let Some(line) = mounts.lines().find(own) {
+            break line.to_owned();
+        }
+        assert!(copying.try_wait().unwrap().is_none(), "the copy ended before its mount was seen");
+    };
+    let fields: Vec<&str> = mount.split(' ').collect();
+    let options: Vec<&str> = fields[3].split(',').collect();
+    assert!(options.contains(&"nosuid") && options.contains(&"nodev"), "{mount}");
+    let folder = Path::new(fields[1]).parent().unwrap();
+    assert_eq!(std::fs::metadata(folder).unwrap().mode() & 0o777, 0o700, "{}", folder.display());
+    assert!(copying.wait().unwrap().success());
+    assert!(!folder.exists());
 }

@@ -37,6 +37,20 @@ fn guests_that_flood_console_and_agent_take_no_memory_of_the_supervisor() {
 }
 
 #[test]
+fn the_supervisor_of_sixty_four_vms_takes_no_more_memory_than_that_of_a_few_may() {
+    let vms: String = (0..64).map(|n| format!("[vm.v{n}]\n{VM}")).collect();
+    let lab = lab(&vms);
+    lab.good(&["up"]);
+    let ps = lab.ps();
+    let vms = ps["vms"].as_array().unwrap();
+    assert!(vms.len() == 64 && vms.iter().all(|vm| vm["state"] == "up"), "{ps}");
+    let most = most_resident(number(&ps["supervisor"]));
+    assert!(most < RESIDENT_MAX, "{most} KiB");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
 fn two_hundred_commands_at_once_are_all_answered() {
     let lab = lab(&format!("[zone.z]\nsize = \"8M\"\n[vm.a]\n{VM}"));
     lab.good(&["up"]);

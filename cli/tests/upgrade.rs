@@ -4,6 +4,8 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::stand_in::{self, lab, number, said, until};
@@ -118,6 +120,35 @@ fn vms_networks_zones_consoles_and_events_go_on_under_another_program() {
     lab.good(&["down"]);
     assert!(console.wait().unwrap().success());
     assert!(events.wait().unwrap().success());
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_guest_that_does_not_read_what_is_typed_holds_up_neither_an_upgrade_nor_the_end_of_its_console() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let supervisor = number(&lab.ps()["supervisor"]);
+    let threads = || std::fs::read_dir(format!("/proc/{supervisor}/task")).unwrap().count();
+    let before = threads();
+    let (mut console, _words) = piped(&lab, &["console", "a"]);
+    let mut input = console.stdin.take().unwrap();
+    let typed = Arc::new(AtomicUsize::new(0));
+    let count = typed.clone();
+    // More than all buffers hold: it ends when the client does.
+    let typing = std::thread::spawn(move || {
+        while input.write_all(&[b'x'; 4096]).is_ok() {
+            count.fetch_add(4096, Ordering::Relaxed);
+        }
+    });
+    // The pipe and the sockets on the way to a guest take more.
+    until("nothing is typed", || typed.load(Ordering::Relaxed) > 200_000);
+    upgrade(&lab, &next(&lab, "next"));
+    console.kill().unwrap();
+    console.wait().unwrap();
+    typing.join().unwrap();
+    until("a thread types on", || threads() <= before);
+    upgrade(&lab, &next(&lab, "after"));
+    lab.good(&["down"]);
     lab.assert_nothing_left();
 }
 

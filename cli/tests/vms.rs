@@ -485,7 +485,7 @@ fn the_tiny_guest_tells_an_accelerator_that_works() {
     let qemu = tombolo_vm::qemu::version::Qemu::find(None).unwrap();
     let kernel = common::plain::kit().join("vmlinuz");
     let tcg = tombolo_vm::qemu::Hypervisor::Tcg;
-    let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, TIMEOUT);
+    let verdict = tombolo_vm::qemu::kvm::try_guest(&qemu, &kernel, tcg, TIMEOUT, &|| false).unwrap();
     assert!(verdict.works && verdict.why.starts_with("a tiny guest ran under TCG"), "{verdict:?}");
 }
 

@@ -50,7 +50,7 @@ pub struct Listing {
     pub listens: Vec<String>,
     /// It takes no new client.
     pub draining: bool,
-    /// The clients.
+    /// The clients that are connected now, one for each worker.
     pub tenants: Vec<Tenant>,
 }
 

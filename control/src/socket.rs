@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One request over a new connection.
+//! One request over a new connection, and its line.
 
-use std::io::{BufRead, BufReader, Write};
+use std::borrow::Borrow;
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use serde::Serialize;
@@ -22,6 +23,45 @@ pub trait Answer: DeserializeOwned {
     fn into_result(self) -> Result<Self::Value, String>;
 }
 
+/// Reads a line of at most `most` bytes. With a `limit` all of it must be there within that time, so a peer that sends a byte now and then
+/// holds its reader up no longer than a silent one. The stream's timeout is changed.
+///
+/// # Errors
+/// The line is late (`TimedOut`) or too long, or the connection broke.
+pub fn read_line<S: Read + Borrow<UnixStream>>(
+    reader: &mut BufReader<S>,
+    most: usize,
+    limit: Option<Duration>,
+) -> io::Result<String> {
+    let end = limit.map(|limit| Instant::now() + limit);
+    let mut line = Vec::new();
+    loop {
+        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "the line is not there in time"));
+        }
+        reader.get_ref().borrow().set_read_timeout(left)?;
+        let some = match reader.fill_buf() {
+            Ok(some) => some,
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => continue,
+            Err(e) => return Err(e),
+        };
+        let (len, ends) = match some.iter().position(|byte| *byte == b'\n') {
+            Some(at) => (at + 1, true),
+            None => (some.len(), some.is_empty()),
+        };
+        if line.len() + len > most {
+            let text = format!("the line has more than {most} bytes");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        line.extend_from_slice(&some[..len]);
+        reader.consume(len);
+        if ends {
+            return String::from_utf8(line).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e));
+        }
+    }
+}
+
 /// Sends a request to the server whose control socket is `socket`, and waits for its answer, at most `limit` if there is one. Returns the
 /// answer and the connection, for data that follows the answer. `who` names the server and how to start it, for the error.
 ///
@@ -36,11 +76,19 @@ pub fn ask<A: Answer>(
     let (server, remedy) = who;
     let mut stream = UnixStream::connect(socket)
         .with_context(|| format!("no {server} answers at {}; {remedy}", socket.display()))?;
-    stream.set_read_timeout(limit)?;
-    writeln!(stream, "{}", serde_json::to_string(request)?)?;
+    let line = serde_json::to_string(request)?;
+    // A server that refuses the request may hang up before it has read all of it, and has then said why.
+    let sent = match writeln!(stream, "{line}") {
+        Err(err) if matches!(err.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+            Err(err)
+        }
+        other => Ok(other?),
+    };
     let mut reader = BufReader::new(stream);
-    let mut line = String::new();
-    reader.read_line(&mut line).with_context(|| format!("the {server} gives no answer"))?;
+    let line = read_line(&mut reader, usize::MAX, limit).and_then(|line| {
+        if line.is_empty() { sent.and(Err(io::ErrorKind::UnexpectedEof.into())) } else { Ok(line) }
+    });
+    let line = line.with_context(|| format!("the {server} gives no answer"))?;
     let answer: A =
         serde_json::from_str(&line).with_context(|| format!("the {server}'s answer is not understood"))?;
     match answer.into_result() {
@@ -69,6 +117,35 @@ mod tests {
             line
         });
         (dir, path, server)
+    }
+
+    #[test]
+    fn a_peer_that_sends_a_byte_now_and_then_holds_nobody_up() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let writer = std::thread::spawn(move || {
+            // Ends when the reader has closed its end.
+            while (&theirs).write_all(b" ").is_ok() {
+                std::thread::park_timeout(Duration::from_millis(5));
+            }
+        });
+        let mut reader = BufReader::new(ours);
+        let late = read_line(&mut reader, 1 << 20, Some(Duration::from_millis(100))).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        let long = read_line(&mut reader, 3, None).unwrap_err();
+        assert_eq!(long.kind(), io::ErrorKind::InvalidData);
+        drop(reader);
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_line_is_read_to_its_end_and_no_further() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(b"one\ntwo").unwrap();
+        drop(theirs);
+        let mut reader = BufReader::new(&ours);
+        assert_eq!(read_line(&mut reader, 4, Some(Duration::from_secs(60))).unwrap(), "one\n");
+        assert_eq!(read_line(&mut reader, 4, None).unwrap(), "two");
+        assert_eq!(read_line(&mut reader, 4, None).unwrap(), "");
     }
 
     const WHO: (&str, &str) = ("server", "start one");

@@ -96,7 +96,7 @@ static bool is_named(struct tfs_account *a, const char *name, tmb_u32 len)
 	return !memcmp(copy, name, len) && !copy[len];
 }
 
-int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root)
+int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, struct tfs_handle root)
 {
 	struct tfs_account *a;
 	tmb_u32 i, use = TFS_ACCOUNTS;
@@ -122,7 +122,8 @@ int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb
 	}
 	tmb_store(&a->blocks_limit, blocks);
 	tmb_store(&a->inodes_limit, inodes);
-	tmb_store(&tfs_member_area(fs, member)->root, root);
+	tmb_store(&tfs_member_area(fs, member)->root_generation, (tmb_u64)root.generation);
+	tmb_store_release(&tfs_member_area(fs, member)->root, root.ino);
 	tmb_store_release(&tfs_member_area(fs, member)->account, i + 1);
 	return 0;
 }

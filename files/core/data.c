@@ -9,22 +9,29 @@
 #define FALLOC_STEP (4ULL << 20) /* bytes filled under one hold of the inode's lock; whole chunks */
 #define LARGE_FBLOCK 16u /* a file that grows past 64 KiB gets a chunk */
 
+static int map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	int err = tfs_is(inode, h) ? 0 : -ESTALE;
+
+	/* Without a pin, nodes may be freed and used again during the walk. */
+	for (tmb_u32 tries = 0; !err && tries < TFS_READ_TRIES; tries++) {
+		tmb_u64 stamp = tfs_stamp_of(inode), root = tmb_load_acquire(&inode->root);
+
+		if (!tfs_tree_look(fs, root, fblock, count, run))
+			return 0;
+		if (tfs_stamp_of(inode) == stamp)
+			return tfs_damage(fs, "tree entry out of range", root, fblock);
+		err = tfs_is(inode, h) ? 0 : -ESTALE;
+	}
+	return err ? err : -EBUSY;
+}
+
 int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	/* Without a pin, nodes may be freed and used again during the walk. */
-	for (tmb_u32 tries = 0; !err && tries < TFS_READ_TRIES; tries++) {
-		tmb_u64 stamp = tfs_read_stamp(fs, h.ino), root = tmb_load_acquire(&inode->root);
-
-		if (!tfs_tree_look(fs, root, fblock, count, run))
-			return 0;
-		if (tfs_read_stamp(fs, h.ino) == stamp)
-			return tfs_damage(fs, "tree entry out of range", root, fblock);
-		err = tfs_is(inode, h) ? 0 : -ESTALE;
-	}
-	return err ? err : -EBUSY;
+	return err ? err : map_inode(fs, inode, h, fblock, count, run);
 }
 
 /* As tfs_tree_map, for a caller that walks a whole file. Bounded: a file has no more runs than the area has blocks, and holes between
@@ -153,11 +160,14 @@ static bool has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
 
 void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
+	struct tfs_inode *inode;
 	struct tfs_gone *gone;
 	tmb_u64 from, to = w->added_to, size;
 
-	if (!inode || !to)
+	if (!to)
+		return;
+	inode = tfs_inode(fs, w->h.ino);
+	if (!inode)
 		return;
 	size = tmb_load(&inode->size);
 	from = tfs_blocks_of(end > size ? end : size);
@@ -212,7 +222,25 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 	return inode ? 0 : -EUCLEAN;
 }
 
-/* Zeroes the range in place where there are blocks; holes are zero already. */
+/* Zeroes bytes of the zone, and lets other threads run in between. */
+static int zero(struct tfs *fs, tmb_u8 *at, tmb_u64 len)
+{
+	while (len) {
+		tmb_u64 n = TFS_MIN(len, FALLOC_STEP);
+
+		memset(at, 0, n);
+		tfs_persist(fs, at, n);
+		at += n;
+		len -= n;
+		tfs_os_yield();
+		if (len && tfs_os_killed(fs))
+			return -EINTR;
+	}
+	return 0;
+}
+
+/* Zeroes the range in place where there are blocks; holes are zero already. -EINTR: the caller was killed, and a range of more than one step is zeroed
+ * in part. */
 static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
 {
 	tmb_u64 runs = 0;
@@ -225,10 +253,9 @@ static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, t
 		if (err)
 			return err;
 		n = TFS_MIN(end - offset, (run.count << TFS_BLOCK_SHIFT) - in_block);
-		if (run.block) {
-			memset((tmb_u8 *)tfs_block(fs, run.block) + in_block, 0, n);
-			tfs_persist(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
-		}
+		err = run.block ? zero(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n) : 0;
+		if (err)
+			return err;
 		offset += n;
 	}
 	return 0;
@@ -240,14 +267,12 @@ static tmb_u64 end_of_block(tmb_u64 at)
 }
 
 /*
- * Called before a file grows. Blocks behind its end may have bytes: a preallocated block to which a member wrote, and died before it stored the size; or
- * blocks of a write that was killed.
+ * Called before a file grows: zeroes what lies between its end and 'to', where its new bytes begin. Blocks behind the end may have bytes: a preallocated
+ * block to which a member wrote, and died before it stored the size; blocks of a write that was killed; stores to the mapped rest of the last block.
  */
 static int zero_behind_end(struct tfs *fs, struct tfs_inode *inode, tmb_u64 to)
 {
-	tmb_u64 size = tmb_load(&inode->size), end = end_of_block(size);
-
-	return zero_range(fs, inode, size, to > end ? to : end);
+	return zero_range(fs, inode, tmb_load(&inode->size), to);
 }
 
 int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h, tmb_u64 to)
@@ -306,13 +331,16 @@ int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 
 tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, tmb_u64 offset)
 {
-	tmb_u64 size = tfs_size(fs, h), done = 0;
+	tmb_u64 size, done = 0;
 	tmb_u32 tries = 0;
 	struct tfs_inode *inode;
 	int gone = tfs_live_inode(fs, h, &inode);
 
 	if (gone)
 		return gone;
+	size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
+	if (!tfs_is(inode, h))
+		return -ESTALE;
 	if (offset >= size)
 		return 0;
 	len = TFS_MIN(len, size - offset);
@@ -320,7 +348,7 @@ tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, t
 		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
 		struct tfs_look look = tfs_look_begin(fs, h.ino);
 		struct tfs_run run;
-		int err = tfs_map(fs, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
+		int err = map_inode(fs, inode, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
 
 		if (err) {
 			tfs_look_end(fs, &look);

@@ -27,14 +27,6 @@ struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
-int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out)
-{
-	*out = tfs_inode(fs, h.ino);
-	if (!*out)
-		return tfs_damage(fs, "inode number out of range", h.ino, 0);
-	return tfs_is(*out, h) ? 0 : -ESTALE;
-}
-
 /* The count is durable before any new record is claimed: a recovery looks at no more records than it says. */
 static void set_inodes(struct tfs *fs, tmb_u64 n)
 {

@@ -13,23 +13,11 @@ bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch)
 	return tmb_load_acquire(&fs->members[member].state_epoch) == tmb_state_epoch(TMB_MEMBER_ACTIVE, epoch);
 }
 
-bool tfs_member_active(struct tfs *fs, tmb_u32 member)
-{
-	if (member == fs->member)
-		return true;
-	return fs->members && tmb_state(tmb_load_acquire(&fs->members[member].state_epoch)) == TMB_MEMBER_ACTIVE;
-}
-
-bool tfs_fenced(struct tfs *fs)
-{
-	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
-}
-
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	if (!inode)
+	if (!inode || !tfs_in_reach(fs, h))
 		return -ESTALE;
 	if (fs->read_only)
 		return -EROFS;
@@ -67,7 +55,7 @@ int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 	int err;
 
-	if (!inode)
+	if (!inode || !tfs_in_reach(fs, h))
 		return -ESTALE;
 	err = tfs_lock(fs, &inode->lock, how);
 	if (err)

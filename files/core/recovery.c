@@ -392,7 +392,8 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enu
 			err = err ? err : left_over;
 		}
 	}
-	tfs_deferred_release(fs, r.forget);
+	if (r.forget)
+		tfs_deferred_settle(fs, r.forget);
 	if (r.forget && !err)
 		tfs_keep_reserve(fs);
 	tfs_barrier(fs);

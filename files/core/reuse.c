@@ -20,7 +20,9 @@
  * - A holder that let go too early to find the byte lets go once more.
  * A member that finds the lock taken by a living one leaves its work to that: it sets the owner's bit and TMB_PENDING_REVOKE.
  *
- * The lock's owner may die. The next owner then finds bits without deferred blocks, or free blocks whose bits are still set; both are harmless.
+ * Members die in between: the lock's owner, after it has cleared the last bit and before it has set its own again, which leaves deferred blocks without a
+ * holder; or a member that defers, after it has set bits and before it has rung. A removal may store the bit of a member that has just left, which then
+ * would count for the slot's next member. So recoveries and openings look at all deferred blocks (tfs_deferred_settle).
  */
 #include "tfs_internal.h"
 
@@ -60,15 +62,8 @@ void tfs_unpin(struct tfs *fs, tmb_u32 pin)
 tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);
-	tmb_u64 state, stamp;
 
-	if (!inode)
-		return 0;
-	__atomic_thread_fence(__ATOMIC_ACQUIRE); /* orders the copy before the second stamp */
-	state = tmb_load_acquire(&inode->state_gen);
-	/* The generation grows when the inode is freed, the state differs while it is being freed, and map_seq grows when blocks are unlinked. */
-	stamp = (state & ~0xffffffffULL) | (state & 0xff) << 24 | (tmb_load_acquire(&inode->map_seq) & 0xffffff);
-	return stamp;
+	return inode ? tfs_stamp_of(inode) : 0;
 }
 
 /* Stores in 'slots' (bit per pin of each member) the pins of the inode. Returns a bit per member that has any. */
@@ -243,25 +238,15 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 
 /* --- deferred frees ----------------------------------------------------------------------------------------------------------- */
 
-/* Takes the lock of the deferred blocks. A dead owner's lock is taken over without that owner's recovery, since the caller may hold an inode's lock. */
-static int lock(struct tfs *fs)
-{
-	return tfs_lock(fs, &tfs_sb(fs)->deferred_lock, TFS_NO_RECOVERY);
-}
-
-/* Takes the lock unless a living member keeps it, which may be suspended. *owner: that member. */
+/*
+ * Takes the lock of the deferred blocks unless a living member keeps it, which may be suspended. *owner: that member. A dead owner's lock is taken over
+ * without that owner's recovery, since the caller may hold an inode's lock.
+ */
 static bool lock_soon(struct tfs *fs, tmb_u32 *owner)
 {
-	struct tmb_lock *deferred = &tfs_sb(fs)->deferred_lock;
-
 	for (tmb_u32 round = 0; round < SPINS; round++) {
-		tmb_u64 now = tmb_load(&deferred->word);
-
-		*owner = tmb_lock_owner(now);
-		if (tfs_try_lock(fs, deferred))
+		if (tfs_lock_at_once(fs, &tfs_sb(fs)->deferred_lock, owner))
 			return true;
-		if ((now & TFS_LOCK_KIND) != TFS_LOCK_HELD || !tfs_member_alive(fs, *owner, (tmb_u32)(now >> 32)))
-			return !lock(fs);
 		tfs_os_relax();
 	}
 	return false;
@@ -314,15 +299,24 @@ void tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
 	tfs_free_end(fs, mark, holders);
 }
 
-/* Returns whether this member was asked to let go since its last round began. */
+/* Returns whether this member was asked to let go since its last round began. Another thread moves the bit from 'pending' over 'taking' to 'asked': the
+ * loads are in this order, so they miss it nowhere. */
 static bool is_asked(struct tfs *fs)
 {
-	return tmb_load(&fs->asked) || (fs->members && tmb_load(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE);
+	return (fs->members && tmb_load_acquire(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE) || tmb_load_acquire(&fs->taking) ||
+	       tmb_load(&fs->asked);
 }
 
-void tfs_asked(struct tfs *fs)
+void tfs_take_begin(struct tfs *fs)
 {
-	tmb_store(&fs->asked, true);
+	tmb_fetch_add(&fs->taking, 1u);
+}
+
+void tfs_take_end(struct tfs *fs, tmb_u64 taken)
+{
+	if (taken & TMB_PENDING_REVOKE)
+		tmb_store(&fs->asked, true);
+	tmb_fetch_add(&fs->taking, -1u);
 }
 
 /*
@@ -346,13 +340,12 @@ static void release(struct tfs *fs, tmb_u64 members, bool own)
 	tfs_persist(fs, holders, sizeof(*holders));
 }
 
-void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
+/* Frees what can be freed without these members' bits, or leaves that to a living member that frees blocks now. */
+static void release_soon(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 *word = &tfs_sb(fs)->deferred_members, holders = tmb_load(word);
+	tmb_u64 *word = &tfs_sb(fs)->deferred_members;
 	tmb_u32 owner;
 
-	if (!(holders & members) && (!holders || tfs_active_members(fs, holders)))
-		return;
 	if (lock_soon(fs, &owner)) {
 		release(fs, members, false);
 		end_deferral(fs);
@@ -362,6 +355,23 @@ void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
 		tfs_ring_members(fs, 1ULL << owner, TMB_PENDING_REVOKE);
 		tmb_fetch_and(word, ~(members & ~(1ULL << owner)));
 	}
+}
+
+void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 holders = tmb_load(&tfs_sb(fs)->deferred_members);
+
+	if (holders & members || (holders && !tfs_active_members(fs, holders)))
+		release_soon(fs, members);
+}
+
+void tfs_deferred_settle(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 *word = &tfs_sb(fs)->deferred_members;
+
+	if (tmb_load(word) & members || tfs_find_map(fs, fs->data_start, fs->blocks, TFS_MAP_DEFERRED) < fs->blocks)
+		release_soon(fs, members);
+	tfs_ring_members(fs, tfs_active_members(fs, tmb_load(word) & ~members), TMB_PENDING_REVOKE);
 }
 
 bool tfs_await_deferred(struct tfs *fs)

@@ -151,6 +151,18 @@ static int use_features(struct tfs *fs)
 	return 0;
 }
 
+/* The generation after the number, which a grant stores last. */
+static void set_root(struct tfs *fs)
+{
+	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
+
+	fs->root = tfs_any(fs->members ? tmb_load_acquire(&area->root) : 0);
+	if (fs->root.ino)
+		fs->root.generation = (tmb_u32)tmb_load(&area->root_generation);
+	else
+		fs->root.ino = TFS_ROOT_INO;
+}
+
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch)
 {
 	struct tfs_super *sb = area;
@@ -175,6 +187,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->numbers = 0;
 	fs->silent = 0;
 	fs->unclean = fs->asked = false;
+	fs->taking = 0;
 	fs->hash_seed = tmb_load(&sb->hash_seed);
 	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;
@@ -184,9 +197,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
 	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;
 	fs->inode_cursor = TFS_ROOT_INO + 1;
-	fs->root = members ? tmb_load(&tfs_member_area(fs, member)->root) : 0;
-	if (!fs->root)
-		fs->root = TFS_ROOT_INO;
+	set_root(fs);
 	if (members) { /* the joining is durable before any work of this member */
 		tfs_persist(fs, &members[member], sizeof(members[member]));
 		tfs_barrier(fs);
@@ -196,9 +207,12 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	err = use_features(fs);
 	if (!err)
 		err = tfs_recover(fs, member);
-	if (!err)
-		tfs_keep_reserve(fs);
-	return err;
+	if (err)
+		return err;
+	if (members)
+		tfs_deferred_settle(fs, 1ULL << member);
+	tfs_keep_reserve(fs);
+	return 0;
 }
 
 void tfs_close(struct tfs *fs)

@@ -19,6 +19,16 @@
 #define TFS_BIT_LOCKS 16u
 #define TFS_QUEUE 64u /* threads of one member that can queue for locks */
 
+/*
+ * Names one inode for its whole life. A freed inode's number may be used again, so every function that reads or changes an inode compares the
+ * generation; writers do so under the inode's lock. Generation 0 means the number's present inode: for callers that know that it can't be freed
+ * (alone with the file system, or told the number by the host).
+ */
+struct tfs_handle {
+	tmb_u64 ino;
+	tmb_u32 generation;
+};
+
 /* A thread that waits for a lock. */
 struct tfs_waiter {
 	tmb_u64 lock;	/* the lock's id; 0: free */
@@ -33,11 +43,12 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
-	tmb_u64 root;	  /* the inode number of the member's root directory */
+	struct tfs_handle root; /* the member's root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
 	bool unclean;	 /* this member left work to its recovery */
-	bool asked;	 /* another thread may have cleared TMB_PENDING_REVOKE since tfs_revoke */
+	bool asked;	 /* another thread has cleared TMB_PENDING_REVOKE since tfs_revoke */
+	tmb_u32 taking;	 /* so many threads may be clearing it now */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	bool reserve_taken; /* reserved blocks were used and not replaced yet */
 	tmb_u8 freeing[TFS_TX_SLOTS]; /* how many inodes the transaction in each slot has freed */
@@ -49,16 +60,6 @@ struct tfs {
 	struct tfs_waiter queue[TFS_QUEUE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */
-};
-
-/*
- * Names one inode for its whole life. A freed inode's number may be used again, so every function that reads or changes an inode compares the
- * generation; writers do so under the inode's lock. Generation 0 means the number's present inode: for callers that know that it can't be freed
- * (alone with the file system, or told the number by the host).
- */
-struct tfs_handle {
-	tmb_u64 ino;
-	tmb_u32 generation;
 };
 
 /* --- a file system as a whole ------------------------------------------------------------------------- */
@@ -83,8 +84,10 @@ void tfs_revoke(struct tfs *fs);
  * readers has not finished, another member has the lock of the deferred blocks, or this one was asked once more; the caller calls both again after a
  * while. */
 bool tfs_revoked(struct tfs *fs);
-/* Called before the pending bits are cleared by another thread than that which calls tfs_revoke and tfs_revoked: it may be between the two. */
-void tfs_asked(struct tfs *fs);
+/* Around the clearing of pending bits by another thread than that which calls tfs_revoke and tfs_revoked, which may be between the two. taken: the bits;
+ * after TMB_PENDING_REVOKE, the thread has tfs_revoke called. */
+void tfs_take_begin(struct tfs *fs);
+void tfs_take_end(struct tfs *fs, tmb_u64 taken);
 
 /* Called when this member's doorbell rang: threads that wait for a lock look again. */
 void tfs_rang(struct tfs *fs);
@@ -104,9 +107,9 @@ int tfs_recover(struct tfs *fs, tmb_u32 member);
 int tfs_recover_all(struct tfs *fs);
 
 /* For the host: what the member creates from now on, also if it is active, counts for the account of this name (1 to 31 bytes), whose limits become
- * these (0: none). From its next opening on it is confined to the directory 'root' (0: it is not). A member without a grant has neither. -ENOSPC:
+ * these (0: none). From its next opening on it is confined to the directory 'root' (number 0: it is not). A member without a grant has neither. -ENOSPC:
  * all accounts are taken. The caller allows one call at a time. */
-int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, tmb_u64 root);
+int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, struct tfs_handle root);
 
 /* For snapshots: stops all changes by other members until the thaw or this member's death. Meanwhile no hole is filled and nothing is mapped.
  * -EBUSY: another member has frozen it, or one does not revoke a mapping. */

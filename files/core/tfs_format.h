@@ -328,7 +328,7 @@ struct tfs_member_area {
 	tmb_u64 account;     /* number + 1 of the account for what it creates; 0: none. The host sets it */
 	tmb_u64 kept_for;    /* of older programs: bit per member that may look at blocks with this member's tag that no transaction names */
 	tmb_u64 features;    /* which of TFS_INCOMPAT_ALL this member's program knows; bits 32-63: the epoch in which it declared them */
-	tmb_u64 pad1[1];
+	tmb_u64 root_generation; /* of 'root', whose number another directory may get; 0: any, of older programs */
 	struct tfs_account own; /* the account with this area's number, whichever members bear it */
 	struct tfs_lock_wait waits[TFS_LOCK_WAITS];
 	tmb_u64 heard[TFS_MEMBERS]; /* how far this member has read the rings of the other members */

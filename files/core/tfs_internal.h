@@ -157,12 +157,15 @@ static inline tmb_u64 tfs_inodes_used(struct tfs *fs)
 enum tfs_how {
 	TFS_KILLABLE,	 /* a signal ends the wait: -EINTR */
 	TFS_SURE,	 /* a signal ends only a long wait: for callers whose end leaves work undone */
-	TFS_NO_RECOVERY, /* as TFS_SURE, and takes a dead owner's lock over without recovering the owner */
+	TFS_NO_RECOVERY, /* no wait: a dead owner's lock is taken over without recovering the owner */
 };
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how);
 /* The same for a lock in an inode's record whose memory has another use once the inode is gone. -ESTALE: it is gone. */
 int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h);
 bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock);
+/* Takes the lock if it is free or its owner is dead, without a wait and without the owner's recovery. False: *owner, a living member, has it or is to
+ * have it; or its word has just changed. */
+bool tfs_lock_at_once(struct tfs *fs, struct tmb_lock *lock, tmb_u32 *owner);
 void tfs_unlock(struct tfs *fs, struct tmb_lock *lock);
 bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner); /* by a member, dead or alive */
 /* One wait for something that another thread or member holds. */
@@ -184,9 +187,17 @@ int tfs_wait_thaw(struct tfs *fs); /* freeze.c: waits while another member has f
 int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how);
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
-bool tfs_member_active(struct tfs *fs, tmb_u32 member);
+static inline bool tfs_member_active(struct tfs *fs, tmb_u32 member)
+{
+	return member == fs->member ||
+	       (fs->members && tmb_state(tmb_load_acquire(&fs->members[member].state_epoch)) == TMB_MEMBER_ACTIVE);
+}
 void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason); /* bit per member */
-bool tfs_fenced(struct tfs *fs); /* this member was declared dead: it must not write any more */
+/* Returns whether this member was declared dead: it must not write any more. */
+static inline bool tfs_fenced(struct tfs *fs)
+{
+	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
+}
 
 /* reuse.c: which members may still look at blocks that were unlinked from an inode; each a bit per member */
 tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of 'members' that live */
@@ -202,6 +213,8 @@ void tfs_free_end(struct tfs *fs, tmb_u8 mark, tmb_u64 holders);
 /* Frees the blocks that have the tag and are not linked; deferred if there are 'holders' that may still look at them. */
 void tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders);
 void tfs_deferred_release(struct tfs *fs, tmb_u64 members); /* these members look at no deferred block any more */
+/* The same, whatever the bits say, and asks the other holders once more: these members have died, or were this one's former epochs. */
+void tfs_deferred_settle(struct tfs *fs, tmb_u64 members);
 bool tfs_await_deferred(struct tfs *fs); /* waits a moment; true: the deferred blocks are free */
 
 /* recovery.c: recovery of dead members */
@@ -268,7 +281,30 @@ static inline bool tfs_is(struct tfs_inode *inode, struct tfs_handle h)
 
 	return (state & 0xff) == TFS_INODE_LIVE && (!h.generation || state >> TFS_GEN_SHIFT == h.generation);
 }
-int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out); /* -ESTALE, -EUCLEAN */
+/* Returns whether this member may name the inode. One that is confined has no way to the file system's root, by whose names it reaches all others. */
+static inline bool tfs_in_reach(struct tfs *fs, struct tfs_handle h)
+{
+	return h.ino != TFS_ROOT_INO || fs->root.ino == TFS_ROOT_INO;
+}
+static inline int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out) /* -ESTALE, -EUCLEAN */
+{
+	*out = tfs_inode(fs, h.ino);
+	if (!*out)
+		return tfs_damage(fs, "inode number out of range", h.ino, 0);
+	if (!tfs_in_reach(fs, h))
+		return -ESTALE;
+	return tfs_is(*out, h) ? 0 : -ESTALE;
+}
+/* tfs_read_stamp of this inode. */
+static inline tmb_u64 tfs_stamp_of(struct tfs_inode *inode)
+{
+	tmb_u64 state;
+
+	__atomic_thread_fence(__ATOMIC_ACQUIRE); /* orders the copy before the second stamp */
+	state = tmb_load_acquire(&inode->state_gen);
+	/* The generation grows when the inode is freed, the state differs while it is being freed, and map_seq grows when blocks are unlinked. */
+	return (state & ~0xffffffffULL) | (state & 0xff) << 24 | (tmb_load_acquire(&inode->map_seq) & 0xffffff);
+}
 /* Claims a record, state NEW, and names it in the transaction as number 'index'. */
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle *made, struct tfs_inode **out);
 /* Undoes tfs_new_inode and frees the contents. The transaction names the inode, and its end frees the number. */

@@ -33,6 +33,8 @@ bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool
 void tfs_os_wake(struct tfs *fs, tmb_u32 *word);
 /* Called in long loops: yields the CPU if another thread wants it. */
 void tfs_os_yield(void);
+/* Returns whether the caller was killed and should return soon. */
+bool tfs_os_killed(struct tfs *fs);
 /* Logs one line: a living member has not released a lock, or removed blocks, for so long; 'answers': it reacts to its doorbell. */
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds);
 /* Monotonic time in ns, for bounded waits. */

@@ -264,6 +264,15 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 	return kind == TFS_LOCK_OFFERED ? take_offered(fs, lock, now, since) : take_dead(fs, lock, w, now);
 }
 
+bool tfs_lock_at_once(struct tfs *fs, struct tmb_lock *lock, tmb_u32 *owner)
+{
+	struct tfs_wait w = {.how = TFS_NO_RECOVERY};
+	tmb_u64 now = tmb_load_acquire(&lock->word);
+
+	*owner = tmb_lock_owner(now);
+	return attempt(fs, lock, &w, now, 0) > 0;
+}
+
 /* Announces this member as a waiter of the lock in state 'now'. False: the word has changed. */
 static bool announce(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now)
 {

@@ -66,6 +66,7 @@ bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool
 	return killable && ++naps > NAPS;
 }
 void tfs_os_yield(void) {}
+bool tfs_os_killed(struct tfs *fs) { (void)fs; return false; }
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds) { (void)fs, (void)member, (void)answers, (void)seconds; }
 tmb_u64 tfs_os_clock(void) { return ticks += 1000000000ULL; }
 tmb_s64 tfs_os_now(void) { return 1; }

@@ -54,11 +54,33 @@ static u64 own_change(struct inode *dir, u64 before)
 
 /* --- lookup and validation --------------------------------------------------------------------------------- */
 
+/* Returns the handle's inode. hold: a regular file is held (tmb_hold). */
+static struct inode *get(struct super_block *sb, struct tfs_handle h, bool hold)
+{
+	struct inode *inode = tmb_iget(sb, h);
+	int err;
+
+	if (!hold || IS_ERR(inode) || !S_ISREG(inode->i_mode))
+		return inode;
+	err = tmb_hold(inode);
+	if (!err)
+		return inode;
+	iput(inode);
+	return ERR_PTR(err);
+}
+
+static void put(struct inode *inode, bool hold)
+{
+	if (inode && hold && S_ISREG(inode->i_mode))
+		tmb_unhold(inode);
+	iput(inode);
+}
+
 /*
  * Looks 'name' up: *inode (NULL: none), and the sequence number at which that is valid. In a directory that keeps changing, the answer was
- * valid at some moment of the call, and is unstamped.
+ * valid at some moment of the call, and is unstamped. hold: as in get().
  */
-static int find(struct inode *dir, const struct qstr *name, struct inode **inode, u64 *stamp)
+static int find(struct inode *dir, const struct qstr *name, bool hold, struct inode **inode, u64 *stamp)
 {
 	struct tfs *fs = tmb_fs(dir);
 	int tries, err = 0;
@@ -71,7 +93,7 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 
 		err = tfs_lookup(fs, tmb_h(dir), name->name, name->len, &h, &type);
 		if (!err) {
-			*inode = tmb_iget(dir->i_sb, h);
+			*inode = get(dir->i_sb, h, hold);
 			if (IS_ERR(*inode)) {
 				err = PTR_ERR(*inode);
 				*inode = NULL;
@@ -83,7 +105,7 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 		if (tfs_dir_seq(fs, tmb_h(dir)) == seq && err != -ESTALE)
 			return err == -ENOENT ? 0 : err;
 		if (tries + 1 < TMB_LOOKUP_TRIES) {
-			iput(*inode);
+			put(*inode, hold);
 			*inode = NULL;
 			cond_resched();
 		}
@@ -92,7 +114,7 @@ static int find(struct inode *dir, const struct qstr *name, struct inode **inode
 	return err == -ENOENT ? 0 : err;
 }
 
-static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsigned int flags)
+static struct dentry *look_up(struct inode *dir, struct dentry *dentry, bool hold)
 {
 	struct inode *inode;
 	struct dentry *alias, *old;
@@ -101,14 +123,14 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 
 	if (dentry->d_name.len > TFS_NAME_MAX)
 		return ERR_PTR(-ENAMETOOLONG);
-	err = find(dir, &dentry->d_name, &inode, &stamp);
+	err = find(dir, &dentry->d_name, hold, &inode, &stamp);
 	if (err)
 		return ERR_PTR(err);
 	dentry->d_time = stamp;
 	alias = d_splice_alias(inode, dentry);
 	if (alias == ERR_PTR(-ESTALE)) {
 		/* Another member moved a directory whose dentry can't follow during a rename here. If that dentry is unused, it can go. */
-		err = find(dir, &dentry->d_name, &inode, &stamp);
+		err = find(dir, &dentry->d_name, hold, &inode, &stamp);
 		if (err)
 			return ERR_PTR(err);
 		old = inode ? d_find_any_alias(inode) : NULL;
@@ -122,6 +144,11 @@ static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsig
 	if (!IS_ERR_OR_NULL(alias))
 		alias->d_time = stamp;
 	return alias;
+}
+
+static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsigned int flags)
+{
+	return look_up(dir, dentry, false);
 }
 
 /* Returns whether 'name' still means 'inode' (NULL: none): 1, 0 or an error; *stamp as find() gives it. Makes no inode. */
@@ -156,6 +183,9 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
 		return dir && is_true(dir, dentry, &stamp) ? 1 : -ECHILD;
 	}
+	/* The second walk of an open that found a file removed after its lookup: tmb_atomic_open() holds what it looks up. */
+	if (flags & LOOKUP_REVAL && flags & LOOKUP_OPEN && d_is_reg(dentry) && !d_mountpoint(dentry))
+		return 0;
 	parent = dget_parent(dentry);
 	dir = d_inode(parent);
 	if (is_true(dir, dentry, &stamp)) {
@@ -188,8 +218,8 @@ const struct dentry_operations tmb_dentry_ops = {
 /* --- making -------------------------------------------------------------------------------------------------- */
 
 /*
- * Makes an inode with a name, or without (name NULL). The inode is referenced (tmb_reference): it stays alive if another member removes the
- * name at once. Otherwise the operation would fail with ESTALE after it had made the name, and the VFS would make the name again.
+ * Makes an inode with a name, or without (name NULL). The inode is held (tmb_hold): it stays alive if another member removes the name at once.
+ * Otherwise the operation would fail with ESTALE after it had made the name, and the VFS would make the name again.
  */
 static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr *name, umode_t mode, dev_t rdev, const char *target)
 {
@@ -235,7 +265,7 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 	/* The zone's inode has this member's open bit; this makes it the inode's. */
 	err = PTR_ERR_OR_ZERO(inode);
 	if (!err) {
-		err = tmb_reference(inode);
+		err = tmb_hold(inode);
 		if (!err)
 			return inode;
 		iput(inode);
@@ -244,7 +274,7 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 	return ERR_PTR(err);
 }
 
-/* opens: the caller opens the inode and drops the reference of make(). */
+/* opens: the caller opens the inode, then calls tmb_unhold(). */
 static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target, bool opens)
 {
 	u64 before = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
@@ -258,7 +288,7 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	}
 	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	if (!opens)
-		tmb_unreference(inode);
+		tmb_unhold(inode);
 	if (S_ISDIR(mode)) {
 		struct dentry *alias;
 
@@ -285,33 +315,63 @@ static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	return make_named(idmap, dir, dentry, mode, 0, NULL, false);
 }
 
-/* Makes and opens a file in one step. A name that is there is left to the VFS, with the permission checks of an open. */
+/* Opens the file that a lookup found and holds. The VFS checks permissions after this, too: what it will refuse is left to it unopened. */
+static int open_held(struct file *file, struct dentry *dentry, unsigned int flags)
+{
+	int mask = MAY_OPEN | ACC_MODE(flags) | (flags & O_TRUNC ? MAY_WRITE : 0), err;
+	struct inode *inode = d_inode(dentry);
+
+	if (!S_ISREG(inode->i_mode))
+		return finish_no_open(file, NULL);
+	if (flags & (O_DIRECTORY | O_EXCL) || inode_permission(tmb_file_idmap(file), inode, mask))
+		err = finish_no_open(file, NULL);
+	else
+		err = finish_open(file, dentry, NULL);
+	tmb_unhold(inode);
+	return err;
+}
+
+static int create_and_open(struct inode *dir, struct dentry *dentry, struct file *file, umode_t mode)
+{
+	int err = make_named(tmb_file_idmap(file), dir, dentry, S_IFREG | mode, 0, NULL, true);
+
+	if (err)
+		return err;
+	file->f_mode |= FMODE_CREATED;
+	err = finish_open(file, dentry, NULL);
+	tmb_unhold(d_inode(dentry));
+	return err;
+}
+
+/*
+ * Makes and opens a file in one step, or opens the one that is there. If another member makes the name meanwhile, it is looked up again: the VFS walks
+ * a path only twice before it fails with ESTALE. Each further try means that other members have removed the name and made it.
+ */
 static int tmb_atomic_open(struct inode *dir, struct dentry *dentry, struct file *file, unsigned int flags, umode_t mode)
 {
 	struct dentry *found = NULL;
-	int err;
+	unsigned int tries;
 
-	if (d_in_lookup(dentry)) {
-		found = tmb_lookup(dir, dentry, 0);
+	if (d_in_lookup(dentry))
+		found = look_up(dir, dentry, true);
+	for (tries = 0; tries < TMB_LOOKUP_TRIES; tries++) {
+		int err;
+
 		if (IS_ERR(found))
 			return PTR_ERR(found);
-		if (found)
-			dentry = found;
+		if (found) /* another dentry: that of a directory */
+			return finish_no_open(file, found);
+		if (d_really_is_positive(dentry))
+			return open_held(file, dentry, flags);
+		if (!(flags & O_CREAT))
+			return finish_no_open(file, NULL);
+		err = create_and_open(dir, dentry, file, mode);
+		if (err != -EEXIST || flags & O_EXCL)
+			return err;
+		cond_resched();
+		found = look_up(dir, dentry, true);
 	}
-	if (!(flags & O_CREAT) || d_really_is_positive(dentry))
-		return finish_no_open(file, found);
-	err = make_named(tmb_file_idmap(file), dir, dentry, S_IFREG | mode, 0, NULL, true);
-	if (!err) {
-		file->f_mode |= FMODE_CREATED;
-		err = finish_open(file, dentry, NULL);
-		if (err)
-			tmb_unreference(d_inode(dentry));
-	} else if (err == -EEXIST && !(flags & O_EXCL)) {
-		/* Another member made the name meanwhile: ESTALE has the VFS walk the path again. */
-		err = -ESTALE;
-	}
-	dput(found);
-	return err;
+	return -ESTALE;
 }
 
 static int tmb_mknod(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev)
@@ -334,6 +394,7 @@ static int tmb_symlink(tmb_idmap *idmap, struct inode *dir, struct dentry *dentr
 static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, umode_t mode)
 {
 	struct inode *inode = make(idmap, dir, NULL, mode, 0, NULL);
+	int err;
 
 	if (IS_ERR(inode))
 		return finish_open_simple(file, PTR_ERR(inode));
@@ -342,7 +403,9 @@ static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, u
 	set_nlink(inode, 1);
 	spin_unlock(&inode->i_lock);
 	d_tmpfile(file, inode);
-	return finish_open_simple(file, 0);
+	err = finish_open_simple(file, 0);
+	tmb_unhold(inode);
+	return err;
 }
 
 static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry)
@@ -354,12 +417,12 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 	if (dentry->d_name.len > TFS_NAME_MAX)
 		return -ENAMETOOLONG;
 	/* Binds the inode number to this file. */
-	err = tmb_reference(inode);
+	err = tmb_hold(inode);
 	if (err)
 		return err;
 	err = tfs_link(tmb_fs(dir), tmb_h(dir), dentry->d_name.name, dentry->d_name.len, tmb_h(inode), tfs_os_now());
 	tmb_refresh(inode);
-	tmb_unreference(inode);
+	tmb_unhold(inode);
 	if (err) {
 		if (err == -EEXIST)
 			d_drop(dentry);

@@ -311,15 +311,12 @@ void tmb_unreference(struct inode *inode)
 	mutex_unlock(&ti->lock);
 }
 
-int tmb_open_inode(struct inode *inode, struct file *file)
+/* Keeps the file alive in the zone as an open of it does. */
+int tmb_hold(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
-	int err = tmb_refresh(inode);
+	int err;
 
-	if (!err && S_ISREG(inode->i_mode))
-		err = generic_file_open(inode, file);
-	if (err)
-		return err;
 	mutex_lock(&ti->lock);
 	err = reference_locked(inode);
 	if (!err)
@@ -328,19 +325,33 @@ int tmb_open_inode(struct inode *inode, struct file *file)
 	return err;
 }
 
-int tmb_release_inode(struct inode *inode, struct file *file)
+void tmb_unhold(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	bool last;
 
-	if (file->f_mode & FMODE_WRITE)
-		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
 	mutex_lock(&ti->lock);
 	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
 	if (last)
 		tmb_mappings_close(inode);
 	tmb_unreference(inode);
+}
+
+int tmb_open_inode(struct inode *inode, struct file *file)
+{
+	int err = tmb_refresh(inode);
+
+	if (!err && S_ISREG(inode->i_mode))
+		err = generic_file_open(inode, file);
+	return err ? err : tmb_hold(inode);
+}
+
+int tmb_release_inode(struct inode *inode, struct file *file)
+{
+	if (file->f_mode & FMODE_WRITE)
+		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
+	tmb_unhold(inode);
 	return 0;
 }
 

@@ -67,6 +67,11 @@ void tfs_os_yield(void)
 	cond_resched();
 }
 
+bool tfs_os_killed(struct tfs *fs)
+{
+	return fatal_signal_pending(current);
+}
+
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)
 {
 	struct tmb_sb *s = fs ? fs->os : NULL;

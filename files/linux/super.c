@@ -196,13 +196,13 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 
 	if (writable && s->zone.sync_length)
 		start_sync(s);
-	root = tmb_iget(sb, (struct tfs_handle){ .ino = s->fs.root });
+	root = tmb_iget(sb, s->fs.root);
 	if (!IS_ERR(root) && !S_ISDIR(root->i_mode)) {
 		iput(root);
-		tfs_os_damage(&s->fs, "the root is no directory", s->fs.root, 0);
+		tfs_os_damage(&s->fs, "the root is no directory", s->fs.root.ino, 0);
 		return -EUCLEAN;
 	}
-	if (IS_ERR(root) && s->fs.root != TFS_ROOT_INO)
+	if (IS_ERR(root) && s->fs.root.ino != TFS_ROOT_INO)
 		errorf(fc, "tombolo: zone %s: the directory that this VM is confined to is gone: make it, and grant it again on the host",
 		       s->zone.name);
 	if (IS_ERR(root))

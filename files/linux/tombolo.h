@@ -147,6 +147,8 @@ void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch);
 extern const struct inode_operations tmb_file_iops, tmb_symlink_iops, tmb_special_iops;
 struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h);
 int tmb_refresh(struct inode *inode);
+int tmb_hold(struct inode *inode);
+void tmb_unhold(struct inode *inode);
 int tmb_reference(struct inode *inode);
 void tmb_unreference(struct inode *inode);
 int tmb_hold_unlinked(struct dentry *dentry);

@@ -175,7 +175,7 @@ static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
 /*
  * Takes a slot, which an earlier life of this guest may have left ACTIVE. A guest that mounts read-only, or that has no write grant
  * and may have the zone mapped read-only, stores nothing, not even in its slot: *joined stays false. -ENOSPC: no slot for this
- * guest.
+ * guest. -EAGAIN: another member wrote into its slot; the owner mends that within a second.
  */
 int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_only, u32 *member, u32 *epoch, bool *writable, bool *joined)
 {
@@ -195,6 +195,8 @@ int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_onl
 		*writable = tmb_load(&m->rights) & TMB_RIGHT_WRITE;
 		if (!*writable || read_only)
 			return 0;
+		if (*epoch >= TMB_EPOCH_END - 1)
+			return -EAGAIN;
 		++*epoch;
 		if (!tmb_cas64(&m->state_epoch, was, tmb_state_epoch(TMB_MEMBER_ACTIVE, *epoch)))
 			continue;

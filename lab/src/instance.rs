@@ -61,12 +61,14 @@ impl Watch for () {
     fn begun(&self, _: &Path, _: Option<Pid>) {}
 }
 
-/// The folder that holds the folders of this user's labs.
-pub fn base() -> PathBuf {
-    std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
+/// The folder that holds the folders of this user's labs. It need not exist; one that another user could change is refused.
+pub fn base() -> Result<PathBuf> {
+    let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
         || std::env::temp_dir().join(format!("tombolo-lab-{}", rustix::process::getuid().as_raw())),
         |folder| PathBuf::from(folder).join("tombolo-lab"),
-    )
+    );
+    check_base(&base)?;
+    Ok(base)
 }
 
 impl Lab {
@@ -78,7 +80,7 @@ impl Lab {
         }
         let emulator = Emulator::choose(config)?;
         let kernel = cache::kernel()?;
-        let (folder, lock) = create_folder(&base(), name)?;
+        let (folder, lock) = create_folder(&base()?, name)?;
         watch.begun(&folder, None);
         let mut lab = Self { folder, child: None, owned: true, started: None };
         lab.boot(config, emulator, kernel, lock, name.is_some(), watch)?;
@@ -88,7 +90,7 @@ impl Lab {
 
     /// The lab of this name, if it is up.
     pub fn find(name: &str) -> Result<Option<Self>> {
-        let folder = base().join(check_name(name)?);
+        let folder = base()?.join(check_name(name)?);
         let up = folder.join("lock").exists() && free_lock(&folder)?.is_none();
         Ok(up.then_some(Self { folder, child: None, owned: false, started: None }))
     }
@@ -212,7 +214,7 @@ impl Drop for Lab {
 
 /// Ends the lab of this name and removes its folder. False if it was not up.
 pub fn down(name: &str) -> Result<bool> {
-    let folder = base().join(check_name(name)?);
+    let folder = base()?.join(check_name(name)?);
     if !folder.exists() {
         return Ok(false);
     }
@@ -235,7 +237,7 @@ pub fn down(name: &str) -> Result<bool> {
 /// Names of the labs that are up and stay up.
 pub fn list() -> Result<Vec<String>> {
     let mut names = Vec::new();
-    for folder in folders(&base())? {
+    for folder in folders(&base()?)? {
         let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if !name.starts_with(EPHEMERAL) && free_lock(&folder)?.is_none() {
             names.push(name);
@@ -281,6 +283,16 @@ fn free_lock(folder: &Path) -> Result<Option<File>> {
 }
 
 /// Makes the folder of a new lab with its lock held, and removes those that crashed labs left.
+/// Refuses a folder of labs that another user could change: in a temporary folder another one may have made it first. It need not exist.
+fn check_base(base: &Path) -> Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(meta) = fs::symlink_metadata(base) else { return Ok(()) };
+    if meta.is_dir() && meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0 {
+        return Ok(());
+    }
+    bail!("{} is not a folder that only you can write to; remove it, or set XDG_RUNTIME_DIR", base.display())
+}
+
 fn create_folder(base: &Path, name: Option<&str>) -> Result<(PathBuf, File)> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new()
@@ -288,6 +300,7 @@ fn create_folder(base: &Path, name: Option<&str>) -> Result<(PathBuf, File)> {
         .mode(0o700)
         .create(base)
         .with_context(|| format!("creating {}", base.display()))?;
+    check_base(base)?;
     let gate = File::create(base.join(".gate"))?;
     flock(&gate, FlockOperation::LockExclusive).context("waiting for another lab that starts")?;
     for folder in folders(base)? {
@@ -340,6 +353,16 @@ mod tests {
         let (_folder, _lock) = create_folder(base.path(), Some("one")).unwrap();
         let error = create_folder(base.path(), Some("one")).unwrap_err();
         assert!(error.to_string().contains("tombolo lab down"), "{error}");
+    }
+
+    #[test]
+    fn a_folder_that_another_user_could_change_has_no_labs() {
+        use std::os::unix::fs::PermissionsExt;
+        let base = tempfile::tempdir().unwrap();
+        fs::set_permissions(base.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let error = create_folder(base.path(), None).unwrap_err();
+        assert!(error.to_string().contains("only you can write to"), "{error}");
+        assert_eq!(fs::read_dir(base.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -42,7 +42,7 @@ impl Text {
         Family { name: full, out: &mut self.out }
     }
 
-    /// The text.
+    /// Ends the page in Prometheus' text format, version 0.0.4.
     #[must_use]
     pub fn finish(self) -> String {
         self.out

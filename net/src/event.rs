@@ -104,12 +104,12 @@ impl Epoll {
         }
     }
 
-    /// Adds a descriptor; with `edge`, only later events wake, so that no thread has to read it.
+    /// Adds a descriptor. It wakes if it is readable now, and by each later event, so that no thread has to read it.
     ///
     /// # Errors
     /// It can't be waited for.
-    pub fn add(&self, fd: RawFd, edge: bool) -> io::Result<()> {
-        self.add_for(fd, libc::EPOLLIN | if edge { libc::EPOLLET } else { 0 })
+    pub fn add(&self, fd: RawFd) -> io::Result<()> {
+        self.add_for(fd, libc::EPOLLIN | libc::EPOLLET)
     }
 
     /// Adds a descriptor whose later events wake, also that there is room for writing.

@@ -89,7 +89,7 @@ fn each_guest_is_given_its_own_address_and_no_other() {
     ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "vm1".into() }).unwrap();
     add(&switch, 3, &json!({ "address": "10.86.0.5" })).unwrap();
     assert_eq!(asks(&mut guest(&switch, 3), Rig::mac(3), &[53, 1, DISCOVER]), (OFFER, [10, 86, 0, 5]));
-    let said = ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "dhcp".into() })
+    let said = ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "switch.dhcp".into() })
         .unwrap_err()
         .to_string();
     assert!(said.contains("the switch's own service"), "{said}");

@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use common::{Rig, frame};
@@ -13,7 +14,8 @@ use tombolo_net::ports::counters::Reason;
 use tombolo_net::vring::driver::{NicConfig, Queue};
 use tombolo_net::vring::features::OFFLOADS;
 use tombolo_net::vring::features::bit;
-use tombolo_net::vring::ring::{Broken, DESC_INDIRECT, DESC_NEXT, DESC_WRITE};
+use tombolo_net::vring::memory::{GuestMemory, Region};
+use tombolo_net::vring::ring::{Broken, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, MAX_CHAIN};
 
 fn config(packed: bool) -> NicConfig {
     NicConfig { packed, ..NicConfig::default() }
@@ -353,4 +355,47 @@ fn a_guest_that_resets_or_remaps_in_the_middle_of_a_burst_harms_nobody() {
     }
     assert_eq!(rig.ports[0].tx(0).lock().broken, None);
     assert_eq!(rig.ports[2].sent().packets, 4000);
+}
+
+/// Shares the memory of guest 0 as two regions that meet at `border`.
+fn share_in_two(rig: &Rig, border: u64) {
+    let ram = &rig.nics[0].ram;
+    let map = |from: u64, to: u64| {
+        let at = from - ram.gpa();
+        Region::map(ram.file(), from, to - from, ram.user() + at, at).unwrap()
+    };
+    let regions = vec![map(ram.gpa(), border), map(border, ram.gpa() + ram.size())];
+    let memory = Arc::new(GuestMemory::new(regions).unwrap());
+    rig.ports[0].vrings().iter().for_each(|vring| vring.lock().set_memory(memory.clone()).unwrap());
+}
+
+#[test]
+fn chains_with_many_empty_buffers_take_no_longer_turns() {
+    const CHAINS: usize = 16;
+    for packed in [false, true] {
+        // The border of two regions lies nowhere near the table, between two of its descriptors, or within one.
+        for border in [None, Some(8192), Some(8200)] {
+            let mut rig = Rig::new(&[config(packed); 2]);
+            let sent = frame(Rig::mac(1), Rig::mac(0), 60, 1);
+            let nic = &mut rig.nics[0];
+            let table = nic.ram.alloc(16 * MAX_CHAIN as u64, 16);
+            let bytes = nic.ram.alloc(72, 16);
+            nic.ram.write(bytes + 12, &sent);
+            // Empty buffers may lie anywhere, also outside of the memory.
+            let mut buffers = vec![(u64::MAX, 0); MAX_CHAIN];
+            buffers[MAX_CHAIN - 1] = (bytes, 72);
+            for _ in 0..CHAINS {
+                assert!(nic.tx.add(&nic.ram, &buffers, false, Some(table)).is_some());
+            }
+            if let Some(border) = border {
+                share_in_two(&rig, table + border);
+            }
+            // A turn reads as many descriptors as fit into two of the longest chains.
+            assert_eq!(rig.forwarder.pass(&rig.view, 0, 0, 1), Pass::Worked(2), "packed {packed} {border:?}");
+            rig.pass(0);
+            for n in 0..CHAINS {
+                assert_eq!(rig.nics[1].receive().map(|f| f.1), Some(sent.clone()), "{n} of packed {packed}");
+            }
+        }
+    }
 }

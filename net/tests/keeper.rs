@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
@@ -274,4 +274,44 @@ fn a_switch_ends_with_whoever_started_it_if_that_was_asked_for() {
     let mut child = starter.join().unwrap();
     assert!(wait_for("its end", || child.try_wait().unwrap()).success());
     assert!(!control.exists());
+}
+
+#[test]
+fn ports_of_one_name_that_many_users_add_and_remove_at_once_are_the_same_to_switch_and_keeper() {
+    let switch = Switch::start(0, &[]);
+    let (control, socket) = (switch.control(), switch.dir.path().join("one"));
+    let add = || ask::<serde_json::Value>(&control, &port("one", &socket, 1, "server"));
+    let remove = || ask::<serde_json::Value>(&control, &Request::Remove { name: "one".into() });
+    std::thread::scope(|scope| {
+        for n in 0..6 {
+            scope.spawn(move || {
+                for _ in 0..15 {
+                    // Others may have been faster.
+                    let _refused = if n % 2 == 0 { add() } else { remove() };
+                }
+            });
+        }
+    });
+    let _absent = remove();
+    for _ in 0..3 {
+        assert!(switch.port("one").is_none());
+        add().unwrap();
+        assert!(switch.port("one").is_some());
+        remove().unwrap();
+    }
+}
+
+#[test]
+fn a_request_that_is_too_long_is_refused_in_words() {
+    let switch = Switch::start(0, &[]);
+    let mut stream = UnixStream::connect(switch.control()).unwrap();
+    stream.write_all(&[b'x'; (64 << 10) + 1]).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.contains("the line has more than 65536 bytes"), "{answer}");
+    // The switch hangs up before the client has sent all of it.
+    let name = "x".repeat(4 << 20);
+    let said =
+        ask::<serde_json::Value>(&switch.control(), &Request::Remove { name }).unwrap_err().to_string();
+    assert!(said.contains("the line has more than 65536 bytes"), "{said}");
 }

@@ -43,6 +43,15 @@ fn guests_over_sockets_exchange_frames_asleep_and_awake() {
 }
 
 #[test]
+fn a_switch_that_never_polls_wakes_for_each_frame() {
+    let lab = Lab::with(2, 2, |config, _| config.switch.poll_us = 0);
+    let (mut a, mut b) = (lab.connect(0, NicConfig::default()), lab.connect(1, NicConfig::default()));
+    for round in 0..50 {
+        exchange(&mut a, &mut b, 1, round);
+    }
+}
+
+#[test]
 fn a_queue_may_be_enabled_before_the_features_are_set_as_qemu_does() {
     let lab = Lab::new(1, 1);
     let stream = UnixStream::connect(lab.socket(0)).unwrap();

@@ -3,54 +3,23 @@
 
 mod common;
 
-use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex};
 
 use common::lab::Lab;
-use common::{Rig, frame, wait_for};
-use tombolo_net::event::Event;
-use tombolo_net::forwarding::forward::BATCH;
+use common::network::{ethernet, ipv4};
+use common::outlet::Outlet;
+use common::{Rig, frame, talk, wait_for};
+use tombolo_net::forwarding::forward::{BATCH, Pass};
 use tombolo_net::forwarding::view::Attached;
-use tombolo_net::frames::frame::Mac;
+use tombolo_net::frames::frame::{GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
-use tombolo_net::uplink::{Link, Uplink};
+use tombolo_net::uplink::Uplink;
 use tombolo_net::vring::driver::{Nic, NicConfig};
-use tombolo_net::vring::features::negotiated;
+use tombolo_net::vring::features::{OFFLOADS, negotiated};
 use tombolo_net::vring::memory::GuestMemory;
-use tombolo_net::vring::queue::Negotiated;
-
-/// An uplink that notes which guest each frame came from.
-struct Order {
-    guests: Arc<Mutex<Vec<u8>>>,
-    silence: Event,
-}
-
-impl Link for Order {
-    fn header(&self) -> usize {
-        0
-    }
-
-    fn offloads(&self) -> Negotiated {
-        Negotiated::default()
-    }
-
-    fn send(&self, pieces: &[libc::iovec]) -> io::Result<()> {
-        // SAFETY: the switch's promise: the first piece has the addresses.
-        let guest = unsafe { pieces[0].iov_base.cast::<u8>().add(11).read() };
-        self.guests.lock().unwrap().push(guest);
-        Ok(())
-    }
-
-    fn receive(&self, _: &mut [u8]) -> io::Result<usize> {
-        Err(io::ErrorKind::WouldBlock.into())
-    }
-
-    fn fd(&self) -> RawFd {
-        self.silence.as_raw_fd()
-    }
-}
+use tombolo_net::vring::ring::MAX_CHAIN;
 
 /// Attaches `nic` to a port as its queue pair number `pair`.
 fn attach(nic: &Nic, port: &Port, pair: usize) {
@@ -86,7 +55,13 @@ fn a_port_with_many_queues_gets_no_more_turns_than_one_with_a_single_queue() {
         })
         .collect();
     let guests: Arc<Mutex<Vec<u8>>> = Arc::default();
-    let link = Order { guests: guests.clone(), silence: Event::new().unwrap() };
+    let seen = guests.clone();
+    let link = Outlet::new(move |pieces| {
+        // SAFETY: the switch's promise: the first piece has the addresses.
+        let guest = unsafe { pieces[0].iov_base.cast::<u8>().add(11).read() };
+        seen.lock().unwrap().push(guest);
+        Ok(())
+    });
     let mut out =
         Attached::guest(Arc::new(Port::new("out", 1)), Policy { uplink: true, ..Policy::default() });
     out.uplink = Some(Arc::new(Uplink::new(Box::new(link))));
@@ -97,4 +72,187 @@ fn a_port_with_many_queues_gets_no_more_turns_than_one_with_a_single_queue() {
     let last = guests.iter().rposition(|guest| *guest == 1).unwrap();
     let others = last + 1 - FRAMES;
     assert!(others <= FRAMES + BATCH, "{others} frames of the other before the last of {FRAMES}");
+}
+
+#[test]
+fn a_pass_ends_before_a_port_that_floods_or_has_much_cut_takes_the_time_of_others() {
+    const PORTS: usize = 40;
+    let big = NicConfig {
+        size: 256,
+        tx_buffer: 66_000,
+        features: NicConfig::default().features | OFFLOADS,
+        ..NicConfig::default()
+    };
+    let mut configs = [NicConfig { size: 64, ..NicConfig::default() }; PORTS];
+    configs[0] = big;
+    let mut rig = Rig::new(&configs);
+    let sent = frame(Mac::BROADCAST, Rig::mac(0), 1514, 1);
+    (0..BATCH).for_each(|_| assert!(rig.nics[0].send(&sent)));
+    let got = |rig: &mut Rig| -> usize {
+        (1..PORTS).map(|n| std::iter::from_fn(|| rig.nics[n].receive()).count()).sum()
+    };
+    rig.forwarder.pass(&rig.view, 0, 0, 1);
+    let first = got(&mut rig);
+    assert!((1..=16 * PORTS).contains(&first), "{first} frames in one turn");
+    // Nothing of it is lost.
+    let mut all = first;
+    while rig.forwarder.pass(&rig.view, 0, 0, 2) != Pass::Idle {
+        all += got(&mut rig);
+    }
+    assert_eq!(all, BATCH * (PORTS - 1));
+}
+
+/// The frames that guest `n` has got.
+fn received(rig: &mut Rig, n: usize) -> usize {
+    std::iter::from_fn(|| rig.nics[n].receive()).count()
+}
+
+#[test]
+fn a_frame_for_many_ports_is_given_to_them_in_many_turns() {
+    const GUESTS: usize = 40;
+    const FRAMES: usize = 32;
+    let mut rig = Rig::new(&[NicConfig::default(); GUESTS]);
+    for n in 0..FRAMES {
+        assert!(rig.nics[0].send(&frame(Mac::BROADCAST, Rig::mac(0), 60, n as u8)));
+    }
+    let mut all = 0;
+    while all < FRAMES * (GUESTS - 1) {
+        let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
+        let got: usize = (1..GUESTS).map(|n| received(&mut rig, n)).sum();
+        assert!((1..=150).contains(&got), "{got} copies in a turn: {done:?}");
+        all += got;
+    }
+    let sent = rig.ports[0].sent();
+    assert_eq!((sent.packets, sent.flooded), (FRAMES as u64, FRAMES as u64));
+    assert_eq!((sent.packets + sent.copies) as usize, all);
+}
+
+#[test]
+fn a_frame_of_many_segments_for_many_ports_is_given_to_one_of_them_in_each_turn() {
+    const GUESTS: usize = 8;
+    const SEGMENTS: usize = 200;
+    const SIZE: usize = 300;
+    let sender = NicConfig { tx_buffer: 70_000, ..NicConfig::default() };
+    let sender = NicConfig { features: sender.features | OFFLOADS, ..sender };
+    let mut configs = [NicConfig { size: 256, ..NicConfig::default() }; GUESTS];
+    configs[0] = sender;
+    let mut rig = Rig::new(&configs);
+    let udp = [&[0x20, 0, 0x20, 0, 0, 0, 0, 0][..], &[1; SEGMENTS * SIZE]].concat();
+    let packet = ipv4([10, 0, 0, 255], [10, 0, 0, 1], 17, &udp);
+    let header = NetHeader {
+        flags: NEEDS_CSUM,
+        gso_type: GSO_UDP_L4,
+        hdr_len: 42,
+        gso_size: SIZE as u16,
+        csum_start: 34,
+        csum_offset: 6,
+    };
+    assert!(rig.nics[0].send_cut(&header, &ethernet(Mac::BROADCAST, Rig::mac(0), 0x0800, &packet), &[]));
+    for turn in 1..GUESTS {
+        let done = rig.forwarder.pass(&rig.view, 0, 0, turn as u64 * 1_000_000);
+        assert_eq!(done, if turn + 1 < GUESTS { Pass::Held(0) } else { Pass::Worked(1) });
+        for n in 1..GUESTS {
+            assert_eq!(received(&mut rig, n), if n == turn { SEGMENTS } else { 0 }, "guest {n}, turn {turn}");
+        }
+    }
+    let sent = rig.ports[0].sent();
+    assert_eq!((sent.packets, sent.flooded), (1, 1));
+    assert_eq!((sent.packets + sent.copies) as usize, (GUESTS - 1) * SEGMENTS);
+}
+
+#[test]
+fn a_port_that_joins_many_groups_again_and_again_gets_no_longer_turns() {
+    const REPORTS: usize = 32;
+    const CHANGES: u8 = 64;
+    let mut rig = Rig::new(&[NicConfig::default(); 2]);
+    let routers = Ipv4Addr::new(224, 0, 0, 22);
+    for _ in 0..REPORTS {
+        let mut report = vec![0x22, 0, 0, 0, 0, 0, 0, CHANGES];
+        (0..CHANGES).for_each(|n| report.extend([4, 0, 0, 0, 239, 1, 2, n]));
+        let addresses = [Ipv4Addr::new(10, 0, 0, 1), routers];
+        assert!(rig.nics[0].send(&talk::ipv4(talk::group4(routers), Rig::mac(0), addresses, 2, &report)));
+    }
+    let mut all = 0;
+    while all < REPORTS {
+        let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
+        let got = received(&mut rig, 1);
+        assert!((1..=4).contains(&got), "{got} reports in a turn: {done:?}");
+        all += got;
+    }
+}
+
+#[test]
+fn a_receiver_whose_chains_have_a_thousand_buffers_gives_its_sender_no_longer_turns() {
+    const ALL: usize = 30;
+    const SIZE: usize = 300;
+    let udp = [&[0x20, 0, 0x20, 0, 0, 0, 0, 0][..], &[1; ALL * SIZE]].concat();
+    let large = ethernet(Rig::mac(1), Rig::mac(0), 0x0800, &ipv4([10, 0, 0, 2], [10, 0, 0, 1], 17, &udp));
+    let cut = NetHeader {
+        flags: NEEDS_CSUM,
+        gso_type: GSO_UDP_L4,
+        hdr_len: 42,
+        gso_size: SIZE as u16,
+        csum_start: 34,
+        csum_offset: 6,
+    };
+    let small = frame(Rig::mac(1), Rig::mac(0), 60, 1);
+    for (packed, segmented) in [(false, false), (false, true), (true, false), (true, true)] {
+        let size = 64;
+        let config = NicConfig { packed, size, tx_buffer: 70_000, ..NicConfig::default() };
+        let sender = NicConfig { features: config.features | OFFLOADS, ..config };
+        let mut rig = Rig::new(&[sender, config]);
+        // The receiver gives its first buffers away, and then chains with empty ones, which may lie anywhere.
+        for _ in 0..size {
+            assert!(rig.nics[0].send(&small));
+        }
+        rig.pass(0);
+        rig.nics[0].reap();
+        let nic = &mut rig.nics[1];
+        assert_eq!(std::iter::from_fn(|| nic.rx.take_used(&nic.ram)).count(), usize::from(size));
+        let (table, room) = (nic.ram.alloc(16 * MAX_CHAIN as u64, 16), nic.ram.alloc(2048, 16));
+        let mut buffers = vec![(u64::MAX, 0); MAX_CHAIN];
+        buffers[MAX_CHAIN - 1] = (room, 2048);
+        for _ in 0..size {
+            assert!(nic.rx.add(&nic.ram, &buffers, true, Some(table)).is_some());
+        }
+        if segmented {
+            assert!(rig.nics[0].send_cut(&cut, &large, &[]));
+        } else {
+            (0..ALL).for_each(|_| assert!(rig.nics[0].send(&small)));
+        }
+        let mut all = 0;
+        while all < ALL {
+            let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
+            let nic = &mut rig.nics[1];
+            let got = std::iter::from_fn(|| nic.rx.take_used(&nic.ram)).count();
+            assert!((1..=10).contains(&got), "{got} in a turn: {done:?}, packed {packed} {segmented}");
+            all += got;
+        }
+        let (sent, received) = (rig.ports[0].sent(), rig.ports[1].received());
+        assert_eq!(sent.packets + sent.copies, received.packets);
+        assert_eq!(received.packets as usize, usize::from(size) + ALL);
+    }
+}
+
+#[test]
+fn a_frame_of_a_thousand_buffers_for_many_ports_is_given_to_few_of_them_in_each_turn() {
+    const GUESTS: usize = 40;
+    const FRAMES: usize = 4;
+    let mut rig = Rig::new(&[NicConfig::default(); GUESTS]);
+    let sent = frame(Mac::BROADCAST, Rig::mac(0), 60, 1);
+    let nic = &mut rig.nics[0];
+    let (table, bytes) = (nic.ram.alloc(16 * MAX_CHAIN as u64, 16), nic.ram.alloc(72, 16));
+    nic.ram.write(bytes + 12, &sent);
+    let mut buffers = vec![(u64::MAX, 0); MAX_CHAIN];
+    buffers[0] = (bytes, 72);
+    for _ in 0..FRAMES {
+        assert!(nic.tx.add(&nic.ram, &buffers, false, Some(table)).is_some());
+    }
+    let mut all = 0;
+    while all < FRAMES * (GUESTS - 1) {
+        let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
+        let got: usize = (1..GUESTS).map(|n| received(&mut rig, n)).sum();
+        assert!((1..=10).contains(&got), "{got} copies in a turn: {done:?}");
+        all += got;
+    }
 }

@@ -11,6 +11,8 @@ use common::namespace::alone;
 use common::network::{arp, cable, ethernet, ipv4, sh, sum};
 use common::program::Switch;
 use common::{Rig, frame, wait_for};
+use tombolo_control::net::Done;
+use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::uplink::Link;
 use tombolo_net::uplink::packet::Packet;
@@ -157,7 +159,8 @@ fn an_uplink_that_cannot_be_had_is_named_and_the_ports_go_on() {
             ("user=/nonexistent", "install the package passt"),
         ] {
             let switch = Switch::start(1, &["--uplink", way]);
-            assert!(switch.log().contains(words), "{way}: {}", switch.log());
+            // The switch's threads that write its log have their own time.
+            wait_for(words, || switch.log().contains(words).then_some(()));
             assert!(switch.port("uplink0").is_none());
             drop(switch.guest(0));
         }
@@ -187,5 +190,33 @@ fn an_interface_opened_as_uplink_brings_no_frames_of_other_interfaces() {
             over.store(true, Ordering::Relaxed);
             assert_eq!(foreign, 0);
         });
+    });
+}
+
+#[test]
+fn an_uplink_whose_device_is_removed_is_down_until_it_is_added_again() {
+    alone("an_uplink_whose_device_is_removed_is_down_until_it_is_added_again", || {
+        for (made, device) in
+            [("ip link add x0 type veth peer name x1", "interface"), ("ip tuntap add x0 mode tap", "tap")]
+        {
+            sh(made);
+            let switch = Switch::start(1, &["--uplink", &format!("{device}=x0")]);
+            let mut guest = switch.guest(0);
+            assert!(switch.is_up("uplink0"), "{device}");
+            sh("ip link del x0");
+            wait_for(&format!("the {device} to be down"), || {
+                // The switch hears of it when it sends a frame.
+                let _full = guest.send(&ethernet(Mac([2, 9, 9, 9, 9, 9]), Rig::mac(1), 0x88b5, &[0; 46]));
+                (!switch.is_up("uplink0")).then_some(())
+            });
+            wait_for("a warning", || switch.log().contains("its device is gone").then_some(()));
+            sh(made);
+            let again = serde_json::json!({ "name": "uplink0", device: "x0" });
+            ask::<Done>(&switch.control(), &Request::Remove { name: "uplink0".into() }).unwrap();
+            let uplink = serde_json::from_value(again).unwrap();
+            ask::<Done>(&switch.control(), &Request::AddUplink { uplink }).unwrap();
+            assert!(switch.is_up("uplink0"), "{device}");
+            sh("ip link del x0");
+        }
     });
 }

@@ -26,7 +26,7 @@ trap finish EXIT
 
 fail() { echo "FAILED: $*"; tail -n 30 "$tmp"/*.log; exit 1; }
 
-cargo build --locked --quiet --package tombolo-rig
+cargo build --workspace --locked --quiet --bin tombolo-rig
 rig=${CARGO_TARGET_DIR:-target}/debug/tombolo-rig
 cat >"$tmp/init" <<'INIT'
 #!/bin/busybox sh

@@ -225,3 +225,35 @@ fn the_capture_of_a_port_ends_with_the_port() {
     frames.read_to_end(&mut all).expect("the end of the capture");
     assert_eq!(all[..4], [0x0a, 0x0d, 0x0d, 0x0a]);
 }
+
+#[test]
+fn a_port_that_fails_stops_all_its_queues_tells_its_vmm_and_starts_again_with_the_next() {
+    let mut rig = Rig::new(&[NicConfig::default(); 3]);
+    let errors: Vec<_> = (0..2)
+        .map(|queue| {
+            let event = tombolo_net::event::Event::new().unwrap();
+            let theirs = std::os::fd::AsFd::as_fd(&event).try_clone_to_owned().unwrap();
+            rig.ports[1].vrings()[queue].lock().err = Some(theirs.into());
+            event
+        })
+        .collect();
+    rig.ports[1].fail();
+    assert!(rig.ports[1].active_rx(0).is_none() && !rig.ports[1].is_transmitting(0));
+    for (queue, mut error) in errors.into_iter().enumerate() {
+        assert!(rig.ports[1].vrings()[queue].lock().ring.is_none());
+        assert_eq!(rustix::io::read(&mut error, &mut [0; 8]).unwrap(), 8, "queue {queue}");
+    }
+    let to = |n: usize| frame(Rig::mac(n), Rig::mac(0), 60, 1);
+    assert!(rig.nics[0].send(&to(1)) && rig.nics[0].send(&to(2)));
+    rig.pass(0);
+    assert_eq!(rig.ports[0].sent().dropped_for(Reason::Down), 1);
+    assert!(rig.nics[2].receive().is_some());
+    // Failing twice changes nothing.
+    rig.ports[1].fail();
+    let next = Nic::new(NicConfig::default()).unwrap();
+    next.attach(&rig.ports[1]).unwrap();
+    rig.nics[1] = next;
+    assert!(rig.nics[0].send(&to(1)));
+    rig.pass(0);
+    assert!(rig.nics[1].receive().is_some());
+}

@@ -37,7 +37,7 @@ pub struct Part {
 /// A gap and who had which part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explained {
-    /// The gap.
+    /// As the program on the CPU measured it.
     pub gap: Gap,
     /// One part for each source.
     pub parts: Vec<Part>,

@@ -14,7 +14,7 @@ const FREQUENCIES: std::ops::RangeInclusive<u64> = 1_000_000..=100_000_000_000;
 /// A time in which something else had the CPU, in ticks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// Its begin.
+    /// The time-stamp counter when the program last had the CPU.
     pub start: u64,
     /// Its end; not before its begin.
     pub end: u64,

@@ -49,7 +49,7 @@ pub struct Report {
 /// The measurements of a CPU.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Cpu {
-    /// Its number.
+    /// The number that the kernel which recorded it has for the CPU.
     pub cpu: u32,
     /// Gaps per second.
     pub gaps_per_second: f64,
@@ -70,7 +70,7 @@ pub struct Cpu {
 pub struct Spread {
     /// How many there are.
     pub count: usize,
-    /// The smallest.
+    /// The smallest value; 0 if there are none.
     pub least: f64,
     /// Half of them are smaller.
     pub median: f64,
@@ -78,7 +78,7 @@ pub struct Spread {
     pub mean: f64,
     /// 99 of 100 are smaller.
     pub p99: f64,
-    /// The largest.
+    /// The largest value; 0 if there are none.
     pub most: f64,
 }
 
@@ -98,7 +98,7 @@ impl Spread {
 /// A source and what it took, on one CPU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// The source.
+    /// The cause to which parts of gaps were attributed.
     pub source: Source,
     /// Gaps per second in which it had a part.
     pub per_second: f64,
@@ -106,7 +106,7 @@ pub struct Row {
     pub us_per_second: f64,
     /// Its largest part of a gap, in microseconds.
     pub longest_us: f64,
-    /// The remedy.
+    /// The administrator's remedy, from [`Source::remedy`].
     pub remedy: String,
 }
 
@@ -141,7 +141,7 @@ pub struct Below {
 /// A report with the gaps and quanta that it was made of, for its picture.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// The report.
+    /// What is printed or written as JSON.
     pub report: Report,
     /// The gaps of each CPU, explained.
     pub gaps: Vec<(Record, Vec<Explained>)>,

@@ -12,8 +12,26 @@ use rustix::fs::MemfdFlags;
 
 use crate::recording::{self, Recording};
 
+/// The collector's events, without those of modules.
+macro_rules! resident_events {
+    () => {
+        "sched:sched_switch,irq:irq_handler_entry,irq:irq_handler_exit,irq:softirq_entry,irq:softirq_exit,irq_vectors,\
+         nmi:nmi_handler,exceptions:page_fault_user,exceptions:page_fault_kernel"
+    };
+}
+
 /// The collector: a static program.
 pub const COLLECTOR: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/collector"));
+/// The collector's option for a kernel that must not patch its code: it records events only if two other buffers record them too.
+pub const NO_PATCHING: &str = "--no-patching";
+/// The arguments of a guest's kernel that switch on all of the collector's events in two buffers, before the second CPU starts. Kernels from 6.12 on
+/// let these buffers record nothing. The collector names these arguments where they are missing.
+pub const RESIDENT: &str = concat!(
+    "trace_instance=resident-1^traceoff,",
+    resident_events!(),
+    " trace_instance=resident-2^traceoff,",
+    resident_events!()
+);
 /// The longest output that is read of a collector: the text of full buffers of many CPUs.
 pub const LONGEST: usize = 1 << 30;
 /// The line that the collector writes once it records.

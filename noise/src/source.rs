@@ -50,7 +50,7 @@ pub enum Kind {
 pub struct Source {
     /// The kernel that recorded it: the host's or the guest's.
     pub place: Place,
-    /// Its kind.
+    /// Thread, interrupt, softirq and the like; decides the remedy.
     pub kind: Kind,
     /// The name that the kernel has for it; empty where the kind says all.
     pub name: String,

@@ -14,7 +14,7 @@ pub struct Event {
     pub at: u64,
     /// The thread that ran.
     pub thread: u32,
-    /// The action.
+    /// The event that the kernel recorded at that time.
     pub what: What,
 }
 
@@ -29,7 +29,7 @@ pub enum What {
         runnable: bool,
         /// The thread that runs now, 0 for the idle one.
         to: u32,
-        /// Its name.
+        /// The new thread's name (`comm`), at most 15 bytes.
         name: String,
     },
     /// A handler begins.
@@ -40,7 +40,7 @@ pub enum What {
     PageFault,
     /// A handler of non-maskable interrupts has ended.
     Nmi {
-        /// Its name.
+        /// The handler's function in the kernel.
         name: String,
         /// How long it took.
         nanoseconds: u64,
@@ -67,7 +67,7 @@ pub enum Level {
 /// A handler that interrupts programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handler {
-    /// Its level.
+    /// How the CPU comes to run it.
     pub level: Level,
     /// Its name: a device's with its interrupt's number, a vector's, a softirq's.
     pub name: String,

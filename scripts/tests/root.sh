@@ -9,11 +9,11 @@ die() { printf '%s: error: %s\n' "${0##*/}" "$*" >&2; exit 1; }
 ((EUID == 0)) || die 'a root of its own needs root: run it with sudo'
 command -v mmdebstrap >/dev/null || die 'mmdebstrap is missing: apt-get install mmdebstrap'
 
-# base_root NAME RELEASE PACKAGES: .cache/roots/NAME, a minimal installation with these packages (separated by commas) besides, made once.
+# base_root NAME RELEASE PACKAGES: .cache/roots/NAME, a minimal installation with these packages (separated by commas) besides, made once for each list.
 base_root() {
     local name=$1 release=$2 packages=$3 mirror
     base=$cache/roots/$name
-    [[ ! -e $base ]] || return 0
+    [[ $(cat "$base.packages" 2>/dev/null) != "$packages" ]] || return 0
     mirror=$(apt-get indextargets --no-release-info --format '$(COMPONENT) $(REPO_URI)' 'Created-By: Packages' | awk '$1 == "main" && $2 !~ /security/ && !u { u = $2 } END { print u }')
     mkdir -p "$cache/roots"
     rm -rf "$base.new"
@@ -22,7 +22,9 @@ base_root() {
     # Names are resolved and certificates checked as on this machine.
     cp --remove-destination /etc/resolv.conf "$base.new/etc/resolv.conf"
     cp -L "${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}" "$base.new/etc/machine-certificates.pem"
+    rm -rf "$base" "$base.packages"
     mv "$base.new" "$base"
+    printf '%s\n' "$packages" >"$base.packages"
 }
 
 # Folders that are removed when the script ends.

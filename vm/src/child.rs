@@ -9,7 +9,9 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{ChildStderr, ChildStdout, Command, ExitStatus};
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
@@ -172,6 +174,28 @@ impl Guarded {
                 Err(e) => return Err(e.into()),
             }
         }
+    }
+
+    /// Waits for its end for at most `limit`, and reaps it; `None`: it still runs.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn wait_within(&mut self, limit: Duration) -> io::Result<Option<ExitStatus>> {
+        if self.ended.is_none() {
+            let pidfd = rustix::process::pidfd_open(self.pid, rustix::process::PidfdFlags::empty())?;
+            let until = Instant::now() + limit;
+            loop {
+                let left = Timespec::try_from(until.saturating_duration_since(Instant::now()));
+                let left = left.map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+                match rustix::event::poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&left)) {
+                    Ok(0) => return Ok(None),
+                    Ok(_) => break,
+                    Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        }
+        self.wait().map(Some)
     }
 
     /// A handle by which another thread can kill it without the risk of hitting another process.

@@ -125,7 +125,7 @@ pub fn check_files(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
         let opened = open(disk, Kind::Disk, written);
         opened.map_err(|e| anyhow::anyhow!("vm.{name}.{key}: {} can't be opened: {e}", disk.display()))?;
         if format.is_none() {
-            Format::guess(disk).with_context(|| format!("vm.{name}.{key}: {}", disk.display()))?;
+            Format::of(disk, None).with_context(|| format!("vm.{name}.{key}: {}", disk.display()))?;
         }
     }
     if let Some(given) = &spec.cloud_init {

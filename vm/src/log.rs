@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Logs of the supervisor and of consoles. Writing one never fails and never panics: what a full or absent folder does not take is lost, and
-//! counted; when there is room again the log says how much is missing. A log has a bounded size.
+//! counted; when there is room again the log says how much is missing. A log has a bounded size. It is in a folder that only its user can open: one that
+//! has vanished is made again, and one that another user has made in its place gets no word.
 
 use std::borrow::Cow;
 use std::fmt::Arguments;
@@ -9,6 +10,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+
+use crate::project::state;
 
 /// A log that has grown to this many bytes is renamed to `NAME.1` and begun anew.
 pub const LIMIT: u64 = 4 << 20;
@@ -41,18 +44,17 @@ impl Log {
 
     fn begin(&mut self) -> io::Result<()> {
         self.file = None;
-        let open = || File::options().create(true).append(true).open(&self.path);
-        let opened = open().or_else(|e| match (e.kind(), self.path.parent()) {
-            // As at the end of a login session.
-            (io::ErrorKind::NotFound, Some(folder)) => {
-                std::fs::create_dir_all(folder)?;
-                open()
-            }
-            _ => Err(e),
-        })?;
+        self.check_folder()?;
+        let opened = File::options().create(true).append(true).open(&self.path)?;
         self.length = opened.metadata()?.len();
         self.file = Some(opened);
         Ok(())
+    }
+
+    /// # Errors
+    /// See [`state::renew`].
+    fn check_folder(&self) -> io::Result<()> {
+        self.path.parent().map_or(Ok(()), |folder| state::renew(folder).map_err(io::Error::other))
     }
 
     /// Writes what there is room for.
@@ -73,6 +75,7 @@ impl Log {
 
     fn try_write(&mut self, data: &[u8]) -> io::Result<()> {
         if self.length + data.len() as u64 > LIMIT {
+            self.check_folder()?;
             if std::fs::rename(&self.path, before(&self.path)).is_err() {
                 // It stays bounded all the same.
                 let _gone = File::options().write(true).open(&self.path).and_then(|file| file.set_len(0));
@@ -144,6 +147,8 @@ macro_rules! say {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -170,12 +175,19 @@ mod tests {
     fn a_log_whose_folder_is_gone_begins_anew_at_its_limit() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("folder");
-        std::fs::create_dir(&folder).unwrap();
         let mut log = Log::new(&folder.join("log"));
         std::fs::remove_dir_all(&folder).unwrap();
         let half = vec![b'x'; 3 << 20];
         log.write(&half);
         log.write(&half);
         assert_eq!(std::fs::metadata(folder.join("log")).unwrap().len(), 3 << 20);
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&folder), 0o700);
+        // Another user's, in its place.
+        std::fs::remove_dir_all(&folder).unwrap();
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).unwrap();
+        log.write(&half);
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
     }
 }

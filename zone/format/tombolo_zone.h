@@ -80,6 +80,9 @@ _Static_assert(offsetof(struct tmb_zone_header, areas) == 256, "areas");
 #define TMB_MEMBER_ACTIVE 2
 #define TMB_MEMBER_DEAD 3 /* the host has declared it dead; its locks and references wait for recovery */
 
+/* Epochs are below this: a slot whose epoch is not was written by a member, and the owner gives it a new one. */
+#define TMB_EPOCH_END 0x80000000u
+
 /* Roles. */
 #define TMB_ROLE_VM 1
 #define TMB_ROLE_HOST 2 /* a process on the host: FUSE mount, service, tool */

@@ -4,7 +4,8 @@
  *
  * A process that opens the device gets a session in the area. Closing it, also by dying, ends the session, by which other processes
  * see that a lock's owner is dead. A device outlives its zone's membership while processes have it open, and then only returns
- * ENODEV.
+ * ENODEV. Their mappings end before their sessions do: a process whose session has ended could take a lock as a dead owner, which another process
+ * would take from it. An access after that gives SIGBUS.
  */
 #include <linux/ctype.h>
 #include <linux/err.h>
@@ -17,6 +18,7 @@
 #include <linux/sched/signal.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
+#include <linux/version.h>
 #include <linux/wait.h>
 
 #include "doorbell.h"
@@ -35,13 +37,16 @@ struct tmb_syncdev {
 	u32 n_objects;
 	struct tmb_member *members;
 	u32 member, epoch;
-	struct mutex lock; /* beginning and ending sessions, against destroy */
+	struct mutex lock; /* beginning and ending sessions, and page faults, against destroy */
 	bool gone;
+	struct list_head files; /* that are open */
 	u64 sessions[TMB_SYNC_SESSIONS]; /* words of this guest's open sessions */
 	wait_queue_head_t queues[TMB_SYNC_QUEUES]; /* by object */
 };
 
 struct tmb_sync_file {
+	struct list_head link;
+	struct address_space *mapping; /* of the device node that was opened */
 	struct tmb_syncdev *dev;
 	u32 session;
 	u64 word;
@@ -103,6 +108,8 @@ static int tmb_sync_open_file(struct inode *inode, struct file *file)
 		goto fail;
 	tmb_session_clear_reads(dev->header, dev->n_objects, f->session);
 	dev->sessions[f->session] = f->word;
+	f->mapping = file->f_mapping;
+	list_add(&f->link, &dev->files);
 	mutex_unlock(&dev->lock);
 	file->private_data = f;
 	return 0;
@@ -119,6 +126,7 @@ static int tmb_sync_release_file(struct inode *inode, struct file *file)
 	struct tmb_syncdev *dev = f->dev;
 
 	mutex_lock(&dev->lock);
+	list_del(&f->link);
 	if (!dev->gone) {
 		dev->sessions[f->session] = 0;
 		tmb_session_free(dev->header, f->session, f->word);
@@ -128,6 +136,23 @@ static int tmb_sync_release_file(struct inode *inode, struct file *file)
 	kfree(f);
 	return 0;
 }
+
+/* Maps a page, unless the zone has gone: after that no page is mapped any more, and destroy has unmapped all before. */
+static vm_fault_t tmb_sync_fault(struct vm_fault *vmf)
+{
+	struct tmb_sync_file *f = vmf->vma->vm_file->private_data;
+	vm_fault_t done = VM_FAULT_SIGBUS;
+
+	mutex_lock(&f->dev->lock);
+	if (!f->dev->gone && vmf->pgoff < f->dev->length >> PAGE_SHIFT)
+		done = vmf_insert_pfn(vmf->vma, vmf->address, f->dev->pfn + vmf->pgoff);
+	mutex_unlock(&f->dev->lock);
+	return done;
+}
+
+static const struct vm_operations_struct tmb_sync_vm_ops = {
+	.fault = tmb_sync_fault,
+};
 
 static int tmb_sync_mmap(struct file *file, struct vm_area_struct *vma)
 {
@@ -141,7 +166,13 @@ static int tmb_sync_mmap(struct file *file, struct vm_area_struct *vma)
 		return -EINVAL;
 	if (!(vma->vm_flags & VM_SHARED))
 		return -EINVAL;
-	return remap_pfn_range(vma, vma->vm_start, f->dev->pfn + vma->vm_pgoff, length, vma->vm_page_prot);
+	vma->vm_ops = &tmb_sync_vm_ops;
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
+	vm_flags_set(vma, VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP);
+#else
+	vma->vm_flags |= VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP;
+#endif
+	return 0;
 }
 
 static long tmb_sync_wait(struct tmb_syncdev *dev, const struct tmb_sync_wait *w)
@@ -251,6 +282,7 @@ struct tmb_syncdev *tmb_syncdev_create(const struct tmb_syncdev_config *config)
 		return ERR_PTR(-ENOMEM);
 	kref_init(&dev->refs);
 	mutex_init(&dev->lock);
+	INIT_LIST_HEAD(&dev->files);
 	for (i = 0; i < TMB_SYNC_QUEUES; i++)
 		init_waitqueue_head(&dev->queues[i]);
 	fits = (config->length - TMB_SYNC_OBJECTS_OFF) / sizeof(struct tmb_sync_object);
@@ -282,6 +314,7 @@ free:
 
 void tmb_syncdev_destroy(struct tmb_syncdev *dev)
 {
+	struct tmb_sync_file *f;
 	u32 i;
 
 	if (!dev)
@@ -289,6 +322,8 @@ void tmb_syncdev_destroy(struct tmb_syncdev *dev)
 	misc_deregister(&dev->misc);
 	mutex_lock(&dev->lock);
 	WRITE_ONCE(dev->gone, true);
+	list_for_each_entry(f, &dev->files, link)
+		unmap_mapping_range(f->mapping, 0, 0, 1);
 	for (i = 0; i < TMB_SYNC_SESSIONS; i++)
 		if (dev->sessions[i])
 			tmb_session_free(dev->header, i, dev->sessions[i]);

@@ -101,7 +101,7 @@ pub struct Description {
     pub owned: bool,
     /// The owner's heartbeat, Unix time in ns; 0: never.
     pub heartbeat_ns: u64,
-    /// Its members.
+    /// Members whose slots are not empty, by slot.
     pub members: Vec<Member>,
     /// The places of its memory, where they were looked at.
     pub memory: Option<Memory>,

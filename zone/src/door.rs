@@ -4,11 +4,17 @@
 //! A [`Door`] is a Unix socket that is bound in a folder, opened (O_PATH) and unlinked at once. A process that looks for it reads the links in
 //! `/proc/PID/fd`, which the kernel shows to the same user and to root alone, and connects through such a link. So other users can neither
 //! connect nor take the name, nothing depends on a folder that may be removed, and a process that is killed leaves no file.
+//!
+//! A process may have inherited a descriptor from another user: a set-uid program has the standard input of the user who runs it. Such a file is
+//! no door, whatever its path: a door is a socket that the process's own user has made, and that has no name any more.
+//!
+//! The kernel tells such a file's path as it is below the root folder of its process, and a container chooses what its root folder has. So a process
+//! with another root folder than the one that looks has no door for it.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -85,7 +91,7 @@ impl DoorState {
 pub struct Found {
     /// The process that has it.
     pub process: u32,
-    /// Its user.
+    /// The uid of that process.
     pub user: u32,
     /// The path at which it was bound; the file has been unlinked.
     pub path: PathBuf,
@@ -136,7 +142,7 @@ impl Found {
 /// When /proc can't be read.
 pub fn find(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Vec<Found>> {
     let own = rustix::process::geteuid().as_raw();
-    find_of(|user| user == own, wanted, number)
+    look(|user| user == own, wanted, number, true)
 }
 
 /// As [`find`], of the users that `of` accepts; root alone finds those of others.
@@ -147,6 +153,31 @@ pub fn find_of(
     of: impl Fn(u32) -> bool,
     wanted: impl Fn(&str) -> bool,
     number: Option<u32>,
+) -> io::Result<Vec<Found>> {
+    look(of, wanted, number, true)
+}
+
+/// As [`find`], of processes with another root folder, to be counted: what they claim to be, and where, is not known.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn find_elsewhere(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Vec<Found>> {
+    let own = rustix::process::geteuid().as_raw();
+    look(|user| user == own, wanted, number, false)
+}
+
+/// Returns whether a process has the same root folder as this one.
+fn has_this_root(process: u32) -> bool {
+    let number = |path: &str| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+    number("/").is_ok_and(|own| number(&format!("/proc/{process}/root/")).is_ok_and(|root| root == own))
+}
+
+/// `here`: of processes with this root folder, or with another one.
+fn look(
+    of: impl Fn(u32) -> bool,
+    wanted: impl Fn(&str) -> bool,
+    number: Option<u32>,
+    here: bool,
 ) -> io::Result<Vec<Found>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
@@ -162,7 +193,9 @@ pub fn find_of(
             let Ok(path) = std::fs::read_link(&link) else { return };
             let Some(path) = path.to_str().and_then(|p| p.strip_suffix(UNLINKED)) else { return };
             let path = PathBuf::from(path);
-            if path.file_name().and_then(|n| n.to_str()).is_some_and(&wanted) {
+            let named = path.file_name().and_then(|n| n.to_str()).is_some_and(&wanted);
+            let is_door = named && std::fs::metadata(&link).is_ok_and(|file| is_door(&file, user));
+            if is_door && has_this_root(process) == here {
                 found.push(Found { process, user, path, link });
             }
         };
@@ -175,6 +208,11 @@ pub fn find_of(
         }
     }
     Ok(found)
+}
+
+/// Returns whether a file to which a process of `user` has a descriptor is a door. A hard link to another user's socket still has a name.
+fn is_door(file: &Metadata, user: u32) -> bool {
+    file.file_type().is_socket() && file.uid() == user && file.nlink() == 0
 }
 
 #[cfg(test)]
@@ -203,6 +241,46 @@ mod tests {
         drop(door);
         assert!(!found.is_there() && found.connect(None).is_err());
         assert!(find(|n| n == name, None).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_process_with_another_root_folder_has_no_door() {
+        let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
+        let (door, folder) = open(&name);
+        let mut command = std::process::Command::new("unshare");
+        let wait = "import os, signal, sys; os.chroot(sys.argv[1]); print(flush=True); signal.pause()";
+        command.args(["-Ur", "python3", "-c", wait]).arg(folder.path());
+        let handle = door.handle().try_clone_to_owned().unwrap();
+        let piped = std::process::Stdio::piped;
+        let mut process = command.stdin(handle).stdout(piped()).spawn().unwrap();
+        let mut line = [0];
+        std::io::Read::read_exact(process.stdout.as_mut().unwrap(), &mut line).unwrap();
+        let is_its = |found: &Found| found.process == process.id();
+        assert!(!find(|n| n == name, Some(0)).unwrap().iter().any(is_its));
+        assert!(find_elsewhere(|n| n == name, Some(0)).unwrap().iter().any(is_its));
+        process.kill().unwrap();
+        process.wait().unwrap();
+    }
+
+    #[test]
+    fn a_file_a_linked_socket_and_another_users_socket_are_no_doors_whatever_their_paths() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
+        let path = folder.path().join(&name);
+        let _file = File::create_new(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(find(|n| n == name, None).unwrap().is_empty(), "a file");
+        let _listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+        std::fs::hard_link(folder.path().join("socket"), &path).unwrap();
+        let path_only = libc::O_PATH | libc::O_NOFOLLOW;
+        let socket = OpenOptions::new().read(true).custom_flags(path_only).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(find(|n| n == name, None).unwrap().is_empty(), "a socket with another link");
+        std::fs::remove_file(folder.path().join("socket")).unwrap();
+        assert_eq!(find(|n| n == name, None).unwrap().len(), 1, "its last link is gone");
+        let own = rustix::process::geteuid().as_raw();
+        let socket = socket.metadata().unwrap();
+        assert!(is_door(&socket, own) && !is_door(&socket, own + 1));
     }
 
     #[test]

@@ -81,7 +81,7 @@ pub enum Error {
         zone: String,
         /// Name or number.
         member: String,
-        /// The reason.
+        /// The state or the rule that forbids it, as a clause.
         why: String,
     },
     /// An access outside of the mapped memory, or a write to a read-only mapping.

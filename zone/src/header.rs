@@ -72,7 +72,7 @@ impl std::fmt::Display for AreaType {
 /// An area to be made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AreaConfig {
-    /// The service.
+    /// The service that will use the area.
     pub kind: AreaType,
     /// Name, unique among areas of its type.
     pub name: String,
@@ -83,9 +83,9 @@ pub struct AreaConfig {
 /// An area of a zone: checked to lie inside of it and to overlap no other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Area {
-    /// The service.
+    /// The service that uses the area.
     pub kind: AreaType,
-    /// Its name.
+    /// Unique among the areas of its type.
     pub name: String,
     /// Bytes from the zone's start, a multiple of 4096.
     pub offset: u64,
@@ -98,9 +98,9 @@ pub struct Area {
 pub struct Header {
     /// The zone's name.
     pub name: String,
-    /// Its identity.
+    /// Drawn at random when the zone was made; guests recognize their zones by it.
     pub uuid: Uuid,
-    /// Bytes.
+    /// Bytes of the whole zone, its header and member table included; a multiple of 4096.
     pub size: u64,
     /// Unix time in ns.
     pub created_ns: u64,

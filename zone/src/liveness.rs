@@ -4,8 +4,8 @@
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
 //! however the process dies. A child process (QEMU for example) that inherits the description keeps the lock for as long as it lives.
-//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area. The locks touch no data and need
-//! no cooperation from guests.
+//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area; byte 322 serializes grants. The locks
+//! touch no data and need no cooperation from guests.
 
 use std::fs::File;
 use std::io;
@@ -21,6 +21,9 @@ pub(crate) const TABLE_BYTE: u32 = TMB_MAX_MEMBERS + 1;
 /// From here on: a byte per session of the SYNC area (`format/tombolo_sync.h`), held by host processes that use it.
 const SESSION_BYTES: u32 = TABLE_BYTE + 1;
 const SESSIONS: u32 = 256;
+
+/// Serializes changes of who is granted what ([`crate::Zone::hold_grants`]).
+pub(crate) const GRANTS_BYTE: u32 = SESSION_BYTES + SESSIONS;
 
 pub(crate) fn member_byte(id: MemberId) -> u32 {
     1 + id.index()
@@ -122,7 +125,7 @@ pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<
     }
 }
 
-/// Takes `byte`, and waits while another description has it. Only for [`TABLE_BYTE`], which is held for microseconds.
+/// Takes `byte`, and waits while another description has it: [`TABLE_BYTE`] is held for microseconds, [`GRANTS_BYTE`] for a grant.
 pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     let file =
         reopen(fd, true).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
@@ -134,7 +137,7 @@ pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
-            return Err(Error::io("locking the zone's member table", error));
+            return Err(Error::io("waiting for a lock of the zone's memory", error));
         }
     }
 }
@@ -144,6 +147,27 @@ pub(crate) fn is_held(fd: BorrowedFd<'_>, byte: u32) -> Result<bool> {
     any_held(fd, lock_request(libc::F_WRLCK, byte))
 }
 
+/// Returns which members' bytes are held, a bit each.
+pub(crate) fn members_held(fd: BorrowedFd<'_>) -> Result<u64> {
+    let file = look(fd)?;
+    let mut held = 0;
+    // The kernel names some lock of a range, not the first one, so a range that has one is halved.
+    let mut ranges = vec![(0, TMB_MAX_MEMBERS)];
+    while let Some((first, count)) = ranges.pop() {
+        let mut request = lock_request(libc::F_WRLCK, 1 + first);
+        request.l_len = libc::off_t::from(count);
+        if !is_locked(&file, request)? {
+            continue;
+        }
+        if count == 1 {
+            held |= 1 << first;
+        } else {
+            ranges.extend([(first, count / 2), (first + count / 2, count - count / 2)]);
+        }
+    }
+    Ok(held)
+}
+
 /// Returns whether any host process has the SYNC area open.
 pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
     let mut request = lock_request(libc::F_WRLCK, SESSION_BYTES);
@@ -151,10 +175,16 @@ pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
     any_held(fd, request)
 }
 
-fn any_held(fd: BorrowedFd<'_>, mut request: libc::flock) -> Result<bool> {
-    // With a description of its own: locks of the same description don't count as conflicts.
-    let file =
-        reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;
+fn any_held(fd: BorrowedFd<'_>, request: libc::flock) -> Result<bool> {
+    is_locked(&look(fd)?, request)
+}
+
+/// A description of its own: locks of the same description don't count as conflicts.
+fn look(fd: BorrowedFd<'_>) -> Result<File> {
+    reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))
+}
+
+fn is_locked(file: &File, mut request: libc::flock) -> Result<bool> {
     // SAFETY: a valid descriptor and a valid struct flock.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut request) } != 0 {
         return Err(Error::last_os("asking for locks on the zone's memory"));
@@ -177,6 +207,18 @@ mod tests {
         assert!(!is_held(file.as_fd(), OWNER_BYTE).unwrap());
         assert!(Own::try_hold(file.as_fd(), OWNER_BYTE).unwrap().is_some());
         drop(copy);
+    }
+
+    #[test]
+    fn each_member_that_is_held_is_found() {
+        let file = tempfile::tempfile().unwrap();
+        let ids = [0, 1, 31, 32, 40, 63];
+        let hold = |i| try_hold(file.as_fd(), true, member_byte(MemberId::new(i).unwrap())).unwrap().unwrap();
+        let _others =
+            [OWNER_BYTE, TABLE_BYTE].map(|byte| try_hold(file.as_fd(), true, byte).unwrap().unwrap());
+        assert_eq!(members_held(file.as_fd()).unwrap(), 0);
+        let _held = ids.map(hold);
+        assert_eq!(members_held(file.as_fd()).unwrap(), ids.iter().map(|i| 1 << i).sum::<u64>());
     }
 
     #[test]

@@ -126,11 +126,11 @@ pub enum Pending {
 /// A copy of a member slot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Member {
-    /// The slot.
+    /// The number of the slot in the member table.
     pub id: MemberId,
-    /// Its name; bytes that are not UTF-8 are replaced.
+    /// Its name; '/', control characters and bytes that are not UTF-8 are replaced.
     pub name: String,
-    /// Its state.
+    /// As the slot's state word had it when it was copied.
     pub state: MemberState,
     /// Its present epoch.
     pub epoch: u32,
@@ -178,16 +178,22 @@ pub(crate) fn read(mem: &SharedMem, id: MemberId) -> Result<Member> {
     })
 }
 
-/// Text of a NUL-padded name field.
+/// Text of a NUL-padded name field. Each member can write there what it likes, and names become parts of paths and go to terminals: what
+/// [`name_to`] refuses is replaced.
 pub(crate) fn name_from(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
-    String::from_utf8_lossy(&bytes[..end]).into_owned()
+    String::from_utf8_lossy(&bytes[..end]).replace(is_refused, "\u{fffd}")
+}
+
+/// Returns whether no name has this character.
+fn is_refused(c: char) -> bool {
+    c.is_control() || c == '/'
 }
 
 /// Checks a name and pads it: 1 to 31 bytes, no control characters, no `/`.
 pub(crate) fn name_to(zone: &str, what: &str, name: &str) -> Result<[u8; format::TMB_NAME_LEN as usize]> {
     let mut field = [0; format::TMB_NAME_LEN as usize];
-    if name.is_empty() || name.len() >= field.len() || name.chars().any(|c| c.is_control() || c == '/') {
+    if name.is_empty() || name.len() >= field.len() || name.chars().any(is_refused) {
         return Err(Error::Config {
             zone: zone.to_owned(),
             why: format!(

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use crate::backing::Backing;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
-use crate::liveness::{self, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte};
+use crate::liveness::{self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte};
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
 use crate::numa::Nodes;
@@ -20,8 +20,14 @@ use crate::serve::room::Room;
 use crate::{Error, Result};
 
 pub mod handover;
+mod ledger;
 
-/// Tries of a compare-and-swap on a slot, which a hostile member may write all the time.
+use ledger::{Ledger, Tenant};
+
+/// A name as slots have it.
+type Name = [u8; format::TMB_NAME_LEN as usize];
+
+/// Tries of a compare-and-swap on a slot that is not the owner's to change, which a hostile member may write all the time.
 const CAS_TRIES: u32 = 64;
 
 /// A zone to be made.
@@ -74,7 +80,7 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// The slot.
+    /// The number of the member's slot in the zone's member table.
     pub fn id(&self) -> MemberId {
         self.id
     }
@@ -90,6 +96,12 @@ impl Membership {
     }
 }
 
+/// What [`Zone::hold_grants`] gives.
+#[derive(Debug)]
+pub struct GrantsHeld {
+    _own: Own,
+}
+
 /// A mapped zone. Share it between threads in an `Arc`.
 #[derive(Debug)]
 pub struct Zone {
@@ -97,7 +109,20 @@ pub struct Zone {
     mem: SharedMem,
     header: Header,
     label: String,
-    owner: Option<Own>,
+    owner: Option<Owner>,
+}
+
+/// What only the owner has.
+#[derive(Debug)]
+struct Owner {
+    lock: Own,
+    ledger: Ledger,
+}
+
+impl Owner {
+    fn new(lock: Own) -> Owner {
+        Owner { lock, ledger: Ledger::default() }
+    }
 }
 
 impl Zone {
@@ -132,7 +157,7 @@ impl Zone {
         // Magic last: a process that sees it sees the rest.
         mem.write(8, &page[8..])?;
         mem.store_u64(offset_of!(tmb_zone_header, magic) as u64, format::TMB_ZONE_MAGIC)?;
-        Ok(Zone { file, mem, header, label, owner: Some(owner) })
+        Ok(Zone { file, mem, header, label, owner: Some(Owner::new(owner)) })
     }
 
     /// Attaches to the zone in a file (or in `/proc/PID/fd/N`), without owning it.
@@ -164,7 +189,7 @@ impl Zone {
             return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
         }
         // No process holds the liveness of VMs that outlived their server.
-        let outlived = Room::of(zone.uuid()).vms()?;
+        let outlived = Room::of(zone.uuid())?.vms()?;
         if !outlived.is_empty() {
             let names: Vec<String> =
                 outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
@@ -180,7 +205,7 @@ impl Zone {
         }
         zone.header.session = new_session();
         zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
-        zone.owner = Some(owner);
+        zone.owner = Some(Owner::new(owner));
         Ok(zone)
     }
 
@@ -241,7 +266,7 @@ impl Zone {
         self.header.uuid
     }
 
-    /// Bytes.
+    /// Bytes of the whole zone, as its header says and the mapping confirms.
     pub fn size(&self) -> u64 {
         self.header.size
     }
@@ -251,7 +276,7 @@ impl Zone {
         self.owner.is_some()
     }
 
-    /// The memory.
+    /// The mapping of the whole zone in this process.
     pub fn mem(&self) -> &SharedMem {
         &self.mem
     }
@@ -277,7 +302,7 @@ impl Zone {
         self.mem.as_ptr().wrapping_add(format::MEMBERS_OFF as usize).cast()
     }
 
-    /// The areas.
+    /// The areas that the header listed when the zone was opened, in the order of its table.
     pub fn areas(&self) -> &[Area] {
         &self.header.areas
     }
@@ -292,43 +317,75 @@ impl Zone {
         })
     }
 
-    /// All slots that are not empty.
+    /// All members that live, and all slots that are not empty.
     pub fn members(&self) -> Result<Vec<Member>> {
-        let mut members = Vec::new();
-        for id in MemberId::all() {
-            let member = self.member(id)?;
-            if member.state != MemberState::Empty {
-                members.push(member);
-            }
-        }
-        Ok(members)
+        let mut slots = self.slots()?;
+        slots.retain(|m| m.alive || m.state != MemberState::Empty);
+        Ok(slots)
     }
 
-    /// A copy of one slot.
+    /// A copy of one slot. The owner's has the name, the role and the rights that a living member came with.
     pub fn member(&self, id: MemberId) -> Result<Member> {
+        let alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
+        self.copy(id, alive)
+    }
+
+    fn copy(&self, id: MemberId, alive: bool) -> Result<Member> {
         let mut member = member::read(&self.mem, id)?;
-        if member.state != MemberState::Empty {
-            member.alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
+        member.alive = alive;
+        if let Some(owner) = &self.owner {
+            owner.ledger.correct(&mut member);
         }
         Ok(member)
     }
 
+    fn slots(&self) -> Result<Vec<Member>> {
+        let alive = liveness::members_held(self.file.as_fd())?;
+        MemberId::all().map(|id| self.copy(id, alive >> id.index() & 1 != 0)).collect()
+    }
+
     /// Keeps a slot for a member of this name. A name that had a slot before gets it again (a VM that reboots), with its epoch, so that locks
     /// of the former life differ from those of the new one. Any host process that can write the zone may do this.
+    ///
+    /// The table decides only which slot a name gets: a slot whose member does not live can be had whatever the members wrote into it.
     pub fn invite(&self, name: &str, role: Role, rights: Rights) -> Result<MemberId> {
         let field = name_to(&self.header.name, "member name", name)?;
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
-        let slots: Vec<Member> = MemberId::all().map(|id| self.member(id)).collect::<Result<_>>()?;
-        let known = slots.iter().find(|m| m.state != MemberState::Empty && m.name == name);
-        let Some(slot) = known.or_else(|| slots.iter().find(|m| m.state == MemberState::Empty)) else {
-            return Err(self.refuse(name, format!("all {} slots are taken", format::TMB_MAX_MEMBERS)));
-        };
-        if slot.state == MemberState::Active || (known.is_some() && slot.alive) {
+        let slots = self.slots()?;
+        let known = slots.iter().find(|m| self.name_of(m).as_deref() == Some(name));
+        if known.is_some_and(|m| m.alive) {
             return Err(self.refuse(name, "is in the zone already".to_owned()));
         }
+        let free = |state| slots.iter().find(|m| !m.alive && m.state == state && !self.is_promised(m.id));
+        let slot = known.or_else(|| free(MemberState::Empty)).or_else(|| free(MemberState::Dead));
+        let slot = slot.or_else(|| free(MemberState::Active)).or_else(|| free(MemberState::Damaged));
+        // Other processes may have invited a member that comes only later; the owner's own come first.
+        let slot = slot.or_else(|| self.owner.as_ref().and_then(|_| free(MemberState::Invited)));
+        let Some(slot) = slot else {
+            return Err(self.refuse(name, format!("all {} slots are taken", format::TMB_MAX_MEMBERS)));
+        };
+        self.fill(slot, field, name, role, rights)?;
+        Ok(slot.id)
+    }
+
+    /// Invites a member to this slot, whatever is written there. For the owner, which knows that the slot is that member's.
+    pub fn invite_to(&self, id: MemberId, name: &str, role: Role, rights: Rights) -> Result<()> {
+        let field = name_to(&self.header.name, "member name", name)?;
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        let slot = self.member(id)?;
+        if slot.alive {
+            return Err(self.refuse(name, "is in the zone already".to_owned()));
+        }
+        self.fill(&slot, field, name, role, rights)
+    }
+
+    /// Writes an invitation into a slot whose member does not live. The caller holds the table's lock.
+    fn fill(&self, slot: &Member, field: Name, name: &str, role: Role, rights: Rights) -> Result<()> {
         let id = slot.id;
         let base = offset_of!(tmb_member, state_epoch);
-        let epoch = slot.epoch;
+        let died = matches!(slot.state, MemberState::Active | MemberState::Damaged);
+        let is_epoch = (self.least_epoch(id)..format::TMB_EPOCH_END).contains(&slot.epoch);
+        let epoch = if is_epoch && !died { slot.epoch } else { self.next_epoch(id, slot.epoch)? };
         // Fields first, then the state that makes them valid.
         self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
@@ -338,7 +395,25 @@ impl Zone {
         self.mem.store_u64(id.at(offset_of!(tmb_member, pending)), 0)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, heartbeat_ns)), 0)?;
         self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_INVITED, epoch))?;
-        Ok(id)
+        if died {
+            self.pend_others(id)?;
+        }
+        if let Some(owner) = &self.owner {
+            let tenant = Tenant { name: name.to_owned(), role: Some(role), rights, lived: false };
+            owner.ledger.with(id, |entry| entry.tenant = Some(tenant));
+        }
+        Ok(())
+    }
+
+    /// The name that a slot is kept for.
+    fn name_of(&self, slot: &Member) -> Option<String> {
+        let promised = self.owner.as_ref().and_then(|owner| owner.ledger.name(slot.id));
+        promised.or_else(|| (slot.alive || slot.state != MemberState::Empty).then(|| slot.name.clone()))
+    }
+
+    /// Returns whether the owner keeps this slot for a member.
+    fn is_promised(&self, id: MemberId) -> bool {
+        self.owner.as_ref().is_some_and(|owner| owner.ledger.name(id).is_some())
     }
 
     /// Takes the slot that [`Self::invite`] kept, for this process.
@@ -351,12 +426,18 @@ impl Zone {
     /// Moves an invited slot to ACTIVE in a new epoch, for a member that can't do it itself: a VM with a read-only mapping.
     pub fn activate(&self, id: MemberId) -> Result<u32> {
         let at = id.at(offset_of!(tmb_member, state_epoch));
+        if self.is_promised(id) {
+            // The owner has invited it: a member can't have the slot refused by writing into it.
+            let epoch = self.next_epoch(id, format::epoch_of(self.mem.load_u64(at)?))?;
+            self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?;
+            return Ok(epoch);
+        }
         for _ in 0..CAS_TRIES {
             let word = self.mem.load_u64(at)?;
             if MemberState::from_word(word) != MemberState::Invited {
                 return Err(self.refuse_id(id, format!("is {:?}, not invited", MemberState::from_word(word))));
             }
-            let epoch = self.next_epoch(id, word)?;
+            let epoch = self.next_epoch(id, format::epoch_of(word))?;
             if self.mem.cas_u64(at, word, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?.is_ok() {
                 return Ok(epoch);
             }
@@ -376,7 +457,7 @@ impl Zone {
             if matches!(state, MemberState::Empty | MemberState::Damaged) {
                 return Err(self.refuse_id(id, format!("is {state:?}: the host keeps no slot for it")));
             }
-            let epoch = self.next_epoch(id, word)?;
+            let epoch = self.next_epoch(id, format::epoch_of(word))?;
             if self.mem.cas_u64(at, word, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?.is_ok() {
                 if state == MemberState::Active {
                     self.pend_others(id)?;
@@ -406,6 +487,12 @@ impl Zone {
         let at = membership.id.at(offset_of!(tmb_member, state_epoch));
         let active = format::state_epoch(format::TMB_MEMBER_ACTIVE, membership.epoch);
         Ok(self.mem.cas_u64(at, active, then)?.is_ok())
+    }
+
+    /// Waits until no other process of the host changes what members are granted (accounts of a file system, say), and holds these off until the
+    /// value returned is dropped.
+    pub fn hold_grants(&self) -> Result<GrantsHeld> {
+        liveness::hold_waiting(self.file.as_fd(), GRANTS_BYTE).map(|own| GrantsHeld { _own: own })
     }
 
     /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
@@ -438,40 +525,50 @@ impl Zone {
     /// False: it was not active. The caller knows that the member can't write any more (its process has ended).
     pub fn declare_dead(&self, id: MemberId) -> Result<bool> {
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
-        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-        let died = self.mark_dead(id)?;
-        if died {
-            self.pend_others(id)?;
-        }
-        Ok(died)
+        self.bury(id)
     }
 
-    /// Declares dead each active member whose liveness no process holds; returns these.
+    /// Declares dead each active member whose liveness no process holds; returns these. The owner's call also writes what it knows of the living
+    /// members into the table again, where a member has changed it.
     pub fn reap(&self) -> Result<Vec<MemberId>> {
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         let mut dead = Vec::new();
-        for member in self.members()? {
-            let gone = matches!(member.state, MemberState::Active | MemberState::Damaged) && !member.alive;
-            if gone && self.declare_dead(member.id)? {
+        for member in self.slots()? {
+            if member.alive {
+                self.restore(&member)?;
+                continue;
+            }
+            let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
+            if ended && self.bury(member.id)? {
                 dead.push(member.id);
+            } else if let Some(owner) = &self.owner {
+                // It has left, or a member wrote that it has.
+                owner.ledger.with(member.id, |entry| entry.tenant.take_if(|tenant| tenant.lived));
             }
         }
         Ok(dead)
     }
 
-    /// Frees the slot of a member that is not active and won't come back. Its epoch goes on with the slot's next member.
+    /// Frees the slot of a member that does not live and won't come back. Its epoch goes on with the slot's next member.
     pub fn remove(&self, id: MemberId) -> Result<()> {
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
-        let member = self.member(id)?;
-        if member.state == MemberState::Active || member.alive {
+        if self.member(id)?.alive {
             return Err(self.refuse_id(id, "is in the zone; stop it first".to_owned()));
         }
+        self.bury(id)?;
+        let epoch = self.member(id)?.epoch;
         let at = id.at(offset_of!(tmb_member, state_epoch));
-        self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, member.epoch))
+        self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))
     }
 
     /// Stores the ivshmem peer id by which a member is rung; `None`: it polls.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
+    }
+
+    /// Returns the ivshmem peer id that a slot has at this moment.
+    pub fn doorbell(&self, id: MemberId) -> Result<Option<u16>> {
+        Ok(member::read(&self.mem, id)?.doorbell)
     }
 
     /// Sets a member's pending bit; returns the peer to ring, if it has a doorbell and the bit was not set already.
@@ -521,20 +618,73 @@ impl Zone {
         liveness::is_held(self.file.as_fd(), OWNER_BYTE)
     }
 
-    /// Changes ACTIVE (or garbage) to DEAD in a new epoch. The caller holds the table's lock.
+    /// Ends a member. The caller holds the table's lock.
+    fn bury(&self, id: MemberId) -> Result<bool> {
+        if let Some(owner) = &self.owner {
+            owner.ledger.with(id, |entry| entry.tenant = None);
+        }
+        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+        let died = self.mark_dead(id)?;
+        if died {
+            self.pend_others(id)?;
+        }
+        Ok(died)
+    }
+
+    /// Changes ACTIVE (or garbage) to DEAD in a new epoch, whatever the slot's present epoch. The caller holds the table's lock.
     fn mark_dead(&self, id: MemberId) -> Result<bool> {
         let at = id.at(offset_of!(tmb_member, state_epoch));
-        for _ in 0..CAS_TRIES {
-            let word = self.mem.load_u64(at)?;
-            if !matches!(MemberState::from_word(word), MemberState::Active | MemberState::Damaged) {
-                return Ok(false);
+        let word = self.mem.load_u64(at)?;
+        if !matches!(MemberState::from_word(word), MemberState::Active | MemberState::Damaged) {
+            return Ok(false);
+        }
+        let epoch = self.next_epoch(id, format::epoch_of(word))?;
+        // A store, not a compare-and-swap, which a member that writes all the time could have fail: the dead member changes its slot no more.
+        self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_DEAD, epoch))?;
+        Ok(true)
+    }
+
+    /// Learns of a living member, or writes what the owner knows of it into its slot, where that says something else. The caller holds the table's lock.
+    fn restore(&self, copy: &Member) -> Result<()> {
+        let Some(owner) = &self.owner else { return Ok(()) };
+        let id = copy.id;
+        let known = owner.ledger.with(id, |entry| {
+            let tenant = entry.tenant.get_or_insert_with(|| Tenant {
+                name: copy.name.clone(),
+                role: copy.role,
+                rights: copy.rights,
+                lived: true,
+            });
+            tenant.lived = true;
+            if copy.state == MemberState::Active && copy.epoch < format::TMB_EPOCH_END {
+                entry.epoch = entry.epoch.max(copy.epoch);
             }
-            let epoch = self.next_epoch(id, word)?;
-            if self.mem.cas_u64(at, word, format::state_epoch(format::TMB_MEMBER_DEAD, epoch))?.is_ok() {
-                return Ok(true);
+            tenant.clone()
+        });
+        let there = member::read(&self.mem, id)?;
+        if there.role != known.role {
+            let role = known.role.map_or(0, Role::raw);
+            self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role)?;
+        }
+        if there.rights != known.rights {
+            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), known.rights.raw())?;
+        }
+        if there.name != known.name {
+            // A name that the owner found in the table may be one that no member can have.
+            if let Ok(field) = name_to(&self.header.name, "member name", &known.name) {
+                self.mem.write(id.at(offset_of!(tmb_member, name)), &field)?;
             }
         }
-        Err(self.refuse_id(id, "its slot changes all the time; is it really dead?".to_owned()))
+        if matches!(copy.state, MemberState::Empty | MemberState::Damaged)
+            || copy.epoch >= format::TMB_EPOCH_END
+        {
+            // A mount that it had has ended with the word that named it; it can have another.
+            let epoch = self.next_epoch(id, copy.epoch)?;
+            let at = id.at(offset_of!(tmb_member, state_epoch));
+            self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_INVITED, epoch))?;
+            self.pend_others(id)?;
+        }
+        Ok(())
     }
 
     fn pend_others(&self, except: MemberId) -> Result<()> {
@@ -547,10 +697,23 @@ impl Zone {
         Ok(())
     }
 
-    fn next_epoch(&self, id: MemberId, word: u64) -> Result<u32> {
-        format::epoch_of(word)
-            .checked_add(1)
-            .ok_or_else(|| self.refuse_id(id, "its epochs are used up; create the zone anew".to_owned()))
+    /// The lowest epoch that a slot can have, by what the owner knows.
+    fn least_epoch(&self, id: MemberId) -> u32 {
+        self.owner.as_ref().map_or(0, |owner| owner.ledger.with(id, |entry| entry.epoch))
+    }
+
+    /// Returns the epoch after the one that was found in a slot. No epoch from it on can have been recovered.
+    fn next_epoch(&self, id: MemberId, found: u32) -> Result<u32> {
+        let next = ledger::next_epoch(self.least_epoch(id), found);
+        if let Some(owner) = &self.owner {
+            owner.ledger.with(id, |entry| entry.epoch = next);
+        }
+        for field in [offset_of!(tmb_member, recovered_epoch), offset_of!(tmb_member, forgotten_epoch)] {
+            if self.mem.load_u64(id.at(field))? >= u64::from(next) {
+                self.mem.store_u64(id.at(field), 0)?;
+            }
+        }
+        Ok(next)
     }
 
     fn refuse(&self, member: &str, why: String) -> Error {

@@ -4,7 +4,8 @@
  * (libtombolo-sync, tombolo-sync(3)).
  *
  * Functions return 0 or a negative errno. Timeouts are in nanoseconds, relative; below 0: for ever, 0: don't sleep. All functions may be
- * called from several threads at once. -EIDRM: the object was destroyed. -EUCLEAN: the shared memory is damaged.
+ * called from several threads at once. -EIDRM: the object was destroyed. -EUCLEAN: the shared memory is damaged. In a guest SIGBUS: its zone was
+ * unmounted.
  */
 #ifndef LIBTOMBOLO_SYNC_H
 #define LIBTOMBOLO_SYNC_H

@@ -328,6 +328,29 @@ fn a_host_process_that_watches_hears_of_peers_that_come_and_go_and_passes_their_
 }
 
 #[test]
+fn doorbells_that_a_member_wrote_over_are_rung_by_the_owner_and_restored() {
+    let bench = Bench::new();
+    let ((a, a_path), (b, b_path)) = (bench.member("a"), bench.member("b"));
+    let ((a_bell, a_rings), (b_bell, b_rings)) = (bell(&a_path), bell(&b_path));
+    for wrong in [None, Some(b_bell.peer()), Some(u16::MAX)] {
+        for id in MemberId::all() {
+            bench.zone.set_doorbell(id, wrong).unwrap();
+        }
+        bench.server.ring_member(a).unwrap();
+        a_rings.recv_timeout(LONG).unwrap();
+        assert!(b_rings.try_recv().is_err());
+        bench.server.ring_all().unwrap();
+        a_rings.recv_timeout(LONG).unwrap();
+        b_rings.recv_timeout(LONG).unwrap();
+        bench.server.restore(&bench.zone).unwrap();
+        for id in MemberId::all() {
+            let own = [(a, a_bell.peer()), (b, b_bell.peer())].into_iter().find(|(member, _)| *member == id);
+            assert_eq!(bench.zone.doorbell(id).unwrap(), own.map(|(_, peer)| peer));
+        }
+    }
+}
+
+#[test]
 fn a_socket_left_behind_by_a_crash_is_replaced_and_one_in_use_is_not() {
     let bench = Bench::new();
     let id = bench.zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();

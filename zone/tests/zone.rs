@@ -245,9 +245,94 @@ fn nonsense_in_a_slot_is_shown_as_damage_and_can_be_cleared() {
     assert_eq!((member.state, member.role, member.doorbell), (MemberState::Damaged, None, None));
     assert_eq!(zone.reap().unwrap(), [id]);
     assert_eq!(zone.member(id).unwrap().state, MemberState::Dead);
-    // An epoch at its end is refused, not wrapped.
+    // An epoch at its end is not wrapped: the slot goes on after the last one that the owner gave.
     zone.mem().store_u64(4096, u64::from(u32::MAX) << 32 | 1).unwrap();
-    assert!(zone.join(id).unwrap_err().to_string().contains("used up"));
+    assert!((1..1 << 31).contains(&zone.join(id).unwrap().epoch()));
+}
+
+const ACTIVE: u64 = 2;
+const LAST: u64 = u32::MAX as u64;
+
+/// Stores a slot's state and epoch, as any member can.
+fn store(zone: &Zone, slot: u32, state: u64, epoch: u64) {
+    zone.mem().store_u64(4096 + 256 * u64::from(slot), epoch << 32 | state).unwrap();
+}
+
+#[test]
+fn a_member_that_writes_the_last_epoch_into_all_slots_keeps_nobody_alive_and_no_owner_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let mut child = helper("helper_joins_and_waits", &path);
+    let id = zone.members().unwrap()[0].id;
+    assert_eq!(zone.reap().unwrap(), []);
+    for slot in 0..64 {
+        store(&zone, slot, ACTIVE, LAST);
+        // Recovered for ever, it says.
+        zone.mem().store_u64(4096 + 256 * u64::from(slot) + 192, u64::MAX).unwrap();
+    }
+    let dead = zone.reap().unwrap();
+    assert_eq!(dead.len(), 63, "all but the living one");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    store(&zone, id.index(), ACTIVE, LAST);
+    assert_eq!(zone.reap().unwrap(), [id]);
+    for member in zone.members().unwrap() {
+        assert!(member.state == MemberState::Dead && (1..1 << 31).contains(&member.epoch), "{member:?}");
+        assert!(member.recovered_epoch < u64::from(member.epoch), "{member:?}");
+    }
+    (0..64).for_each(|slot| store(&zone, slot, ACTIVE, LAST));
+    drop(zone);
+    let zone = Zone::take_over(&path).unwrap();
+    assert!(zone.members().unwrap().iter().all(|m| m.state == MemberState::Dead));
+    assert!(zone.join(zone.invite("b", Role::Vm, Rights::READ_WRITE).unwrap()).unwrap().epoch() > 0);
+}
+
+#[test]
+fn a_member_keeps_no_other_from_its_slot_whatever_it_writes_into_the_table() {
+    let zone = Zone::create(&ZoneConfig::new("table", 8 * MIB)).unwrap();
+    let hostile = zone.invite("hostile", Role::Vm, Rights::READ_WRITE).unwrap();
+    let _hostile = zone.join(hostile).unwrap();
+    for state in 0..=255 {
+        for slot in (0..64).filter(|&slot| slot != hostile.index()) {
+            store(&zone, slot, state, LAST);
+        }
+        // It has the other's name, it says.
+        zone.mem().write(4096 + 256 * u64::from(hostile.index()) + 24, b"b\0").unwrap();
+        let id = zone.invite("b", Role::Vm, Rights::READ_ONLY).unwrap();
+        assert_ne!(id, hostile);
+        store(&zone, id.index(), state, LAST);
+        let epoch = zone.activate(id).unwrap();
+        assert_eq!(zone.member(id).unwrap().epoch, epoch);
+        assert_eq!(zone.member(hostile).unwrap().name, "hostile");
+        zone.declare_dead(id).unwrap();
+        // It has no other name and no other right than it came with.
+        zone.mem().store_u32(4096 + 256 * u64::from(hostile.index()) + 16, 0).unwrap();
+        zone.reap().unwrap();
+        let other = Zone::open_fd(zone.as_fd().try_clone_to_owned().unwrap(), false).unwrap();
+        let seen = other.member(hostile).unwrap();
+        assert_eq!((seen.name.as_str(), seen.rights), ("hostile", Rights::READ_WRITE));
+    }
+}
+
+#[test]
+fn a_living_member_whose_slot_was_emptied_is_seen_and_keeps_its_slot() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let mut child = helper("helper_joins_and_waits", &path);
+    let id = zone.members().unwrap()[0].id;
+    zone.reap().unwrap();
+    store(&zone, id.index(), 0, 0);
+    assert_ne!(zone.invite("b", Role::Vm, Rights::READ_WRITE).unwrap(), id);
+    assert!(zone.remove(id).unwrap_err().to_string().contains("stop it first"));
+    zone.reap().unwrap();
+    let member = zone.member(id).unwrap();
+    assert_eq!((member.name.as_str(), member.state), ("helper", MemberState::Invited));
+    store(&zone, id.index(), 0, 0);
+    drop(zone);
+    assert!(Zone::take_over(&path).unwrap_err().to_string().contains("members that outlived its owner"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    Zone::take_over(&path).unwrap();
 }
 
 #[test]

@@ -87,7 +87,7 @@ pub struct Connection {
     staging: Mutex<Staging>,
     /// Threads wait here for staging memory.
     staging_freed: AtomicU64,
-    /// The window.
+    /// Memory for bulk data that client and worker share; over TCP the client pushes its changes.
     pub window: Arc<Window>,
     /// The longest record.
     pub max_record: usize,

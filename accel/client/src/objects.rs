@@ -213,7 +213,7 @@ impl<B> Obj<B> {
         unsafe { (*self.0.body.get()).as_deref() }.expect("a live object has a body")
     }
 
-    /// Its connection.
+    /// The connection to the server on which the object was made.
     pub fn connection(&self) -> &'static Arc<Connection> {
         // SAFETY: as in body().
         unsafe { (*self.0.connection.get()).as_ref() }.expect("a live object has a connection")
@@ -231,7 +231,7 @@ impl<B> Obj<B> {
 }
 
 impl<B: Send + Sync> Ref<B> {
-    /// The object.
+    /// The object without the reference: the caller must keep another one for as long as it uses it.
     pub fn obj(&self) -> Obj<B> {
         self.0
     }

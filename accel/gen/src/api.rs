@@ -113,6 +113,8 @@ pub struct Function {
     pub wire: Option<Vec<Param>>,
     /// Properties that the client answers, by name.
     pub local: Vec<String>,
+    /// Properties of a query with the flag `cached` whose answers are not kept, by name.
+    pub changing: Vec<String>,
     /// Checks before the native call.
     pub checks: Vec<Call>,
     /// The function of the server's runtime that tells the number of a transfer's bytes.

@@ -133,12 +133,12 @@ fn info(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
         "            return unsafe {{ rt::answer(&crate::local::answer({object}, param)?, size, value, size_ret) }};\n        }}"
     )?;
     writeln!(out, "        let record = wire::{} {{ {}param }};", record_name(&f.name), fields(f))?;
+    let cached = match (f.is("cached"), &f.changing[..]) {
+        (cached, []) => cached.to_string(),
+        (_, changing) => format!("![{}].contains(&param)", constants(api, changing)),
+    };
     writeln!(out, "        // SAFETY: as above.")?;
-    writeln!(
-        out,
-        "        unsafe {{ rt::info(&record, {}, size, value, size_ret) }}\n    }})\n}}",
-        f.is("cached")
-    )
+    writeln!(out, "        unsafe {{ rt::info(&record, {cached}, size, value, size_ret) }}\n    }})\n}}")
 }
 
 /// Writes the beginning of a command: its parameters, whose objects must be of one context, and its wait list. Returns the names of the handles.

@@ -14,6 +14,7 @@
 //!     PARAMETER: TYPE
 //!     wire FIELD: TYPE, …
 //!     local NAME…
+//!     changing NAME…
 //!     check FUNCTION(FIELD, …)
 //!     packed FUNCTION(FIELD, …)
 //!     memory FUNCTION(PARAMETER, …)
@@ -180,6 +181,12 @@ impl Parser {
             "local" => {
                 f.local = rest.split_whitespace().map(|n| self.known(n)).collect::<Result<_, _>>()?;
             }
+            "changing" => {
+                if !f.is("cached") {
+                    return Err(format!("{} keeps no answers", f.name));
+                }
+                f.changing = rest.split_whitespace().map(|n| self.known(n)).collect::<Result<_, _>>()?;
+            }
             "command" => f.command = Some(self.known(rest)?),
             "check" => f.checks.push(call(rest, &f.fields(), f)?),
             "packed" => f.packed = Some(call(rest, &f.fields(), f)?),
@@ -247,6 +254,7 @@ impl Parser {
             params: Vec::new(),
             wire: None,
             local: Vec::new(),
+            changing: Vec::new(),
             checks: Vec::new(),
             packed: None,
             memory: None,
@@ -399,6 +407,8 @@ mod tests {
     fn a_number_has_a_name() {
         let e = error("fn 1 tA info\n  x: thing\n  local 0x1080\n");
         assert!(e.contains("0x1080: no such constant"), "{e}");
+        let e = error("fn 1 tA info\n  x: thing\n  changing READ\n");
+        assert!(e.contains("tA keeps no answers"), "{e}");
         let e = error("fn 1 tA enqueue\n  x: thing\n");
         assert!(e.contains("tA has no type of command"), "{e}");
     }

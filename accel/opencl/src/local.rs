@@ -20,12 +20,34 @@ fn words<T: Copy + Into<i128>>(values: &[T]) -> Vec<u8> {
     values.iter().flat_map(|v| ((*v).into() as u64).to_ne_bytes()).collect()
 }
 
+/// The shared virtual memory of a root device, as bits (CL_DEVICE_SVM_…): where [`crate::hand::svm`] has some, what the driver says without the program's
+/// other memory, which the server doesn't see; elsewhere none.
+fn shared_memory(device: u64) -> Result<u64, i32> {
+    let of_driver = |param| {
+        let (status, bytes) = rt::ask_once(&wire::GetDeviceInfo { device, param })?;
+        match (status, bytes.first_chunk()) {
+            (wire::SUCCESS, Some(bits)) => Ok(u64::from_ne_bytes(*bits)),
+            (wire::SUCCESS, None) => Err(wire::LOST),
+            (code, _) => Err(code),
+        }
+    };
+    let told = of_driver(cl::DEVICE_SVM_CAPABILITIES)?;
+    let is_there = rt::connection()?.shares_window && of_driver(cl::DEVICE_TYPE)? & cl::DEVICE_TYPE_CPU != 0;
+    Ok(if is_there { told & !cl::DEVICE_SVM_FINE_GRAIN_SYSTEM } else { 0 })
+}
+
 /// The value of a property that its declaration lists as local.
 pub fn answer(object: Obj, param: u32) -> Result<Vec<u8>, i32> {
     let refs = || object.api_refs().to_ne_bytes().to_vec();
     Ok(match (object.body(), param) {
         (Body::Device(d), cl::DEVICE_PLATFORM) => handle(Some(d.platform)),
         (Body::Device(d), cl::DEVICE_PARENT_DEVICE) => handle(d.parent.as_ref().map(|p| p.obj())),
+        (Body::Device(_), cl::DEVICE_REFERENCE_COUNT) => refs(),
+        (Body::Device(d), cl::DEVICE_SVM_CAPABILITIES) => match &d.parent {
+            // As its root device, of which the snapshot tells.
+            Some(parent) => return answer(parent.obj(), param),
+            None => shared_memory(object.id())?.to_ne_bytes().into(),
+        },
         (Body::Context(_), cl::CONTEXT_REFERENCE_COUNT) => refs(),
         (Body::Context(c), cl::CONTEXT_DEVICES) => handles(&c.devices),
         (Body::Context(c), cl::CONTEXT_PROPERTIES) => {

@@ -484,6 +484,10 @@ pub fn ask_once<'a, R: Record<'a>>(record: &R) -> Result<Answer, i32> {
         return Ok(known.clone());
     }
     let answer = ask(record)?;
+    // A failure may be that of a moment: no memory, too many threads.
+    if answer.0 != wire::SUCCESS {
+        return Ok(answer);
+    }
     if let Some(r) = roots().as_mut() {
         if r.cache.len() >= KEPT {
             r.cache.clear();

@@ -7,7 +7,7 @@
 use crate::supervisor::Server;
 use anyhow::{Context, bail};
 use serde::de::DeserializeOwned;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,9 @@ pub use tombolo_control::accel::{Listing, Request};
 
 /// The path of a server's control socket unless it is told another.
 pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
-const MAX_REQUEST: u64 = 4096;
+const MAX_REQUEST: usize = 4096;
+/// Time for all of a request, and timeout of each write of an answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Listens for commands.
 pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
@@ -53,9 +55,8 @@ pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
 }
 
 fn answer(stream: UnixStream, server: &Arc<Server>) -> anyhow::Result<()> {
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    let mut line = String::new();
-    BufReader::new((&stream).take(MAX_REQUEST)).read_line(&mut line)?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
+    let line = tombolo_control::socket::read_line(&mut BufReader::new(&stream), MAX_REQUEST, Some(TIMEOUT))?;
     writeln!(&stream, "{}", carry_out(&line, server)?)?;
     Ok(())
 }

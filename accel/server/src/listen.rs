@@ -104,7 +104,6 @@ impl Listener {
         }
     }
 
-    /// The socket.
     pub fn fd(&self) -> BorrowedFd<'_> {
         match self {
             Listener::Unix(l) => l.as_fd(),

@@ -1,25 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listens, and has a worker started for each client. The supervisor never reads what a client sends.
+//! Listens, and has a worker started for each client that connects and says who it is. Of what a client sends the supervisor reads that hello, which is short, and nothing
+//! else: a worker costs much, and who talks nonsense gets none.
 
 use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
 use crate::metrics;
 use crate::signals;
-use crate::tenants::Tenants;
+use crate::tenants::{Full, Guest, Tenants};
 use crate::vm;
 use crate::wall::identity;
-use crate::workers::{self, Confinement, Origin};
+use crate::workers::{self, Caller, Confinement, Origin};
 use anyhow::Context;
+use rustix::pipe::PipeFlags;
 use rustix::process::Resource;
+use std::fmt::Arguments;
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
-use std::time::Duration;
-use tombolo_calls::say;
+use std::time::{Duration, Instant};
+use tombolo_accel_spec::opencl as wire;
+use tombolo_calls::hello::Hello;
+use tombolo_calls::{Error, say, stream};
 
 /// The settings of a server.
 pub struct Config {
@@ -52,6 +58,45 @@ pub struct Config {
 /// The time without new tenants after a connection was lost, unless a tenant leaves.
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// A client may take so long for its hello.
+const HELLO: Duration = Duration::from_secs(10);
+
+/// What peers without a worker are worth in the log: a line a second. They can connect as fast as they like.
+#[derive(Default)]
+struct Seldom {
+    /// When the last line was said, and how many were left out since.
+    last: Mutex<(Option<Instant>, u64)>,
+}
+
+impl Seldom {
+    fn say(&self, line: Arguments<'_>) {
+        if let Some(left_out) = self.turn(Instant::now()) {
+            match left_out {
+                0 => say!("tombolo accel: {line}"),
+                n => say!("tombolo accel: {line} ({n} others are left out)"),
+            }
+        }
+    }
+
+    /// The number of lines that were left out before this one; `None`: it is left out, too.
+    fn turn(&self, now: Instant) -> Option<u64> {
+        let mut last = lock(&self.last);
+        if last.0.is_some_and(|at| now.saturating_duration_since(at) < Duration::from_secs(1)) {
+            last.1 += 1;
+            return None;
+        }
+        let (_, left_out) = std::mem::replace(&mut *last, (Some(now), 0));
+        Some(left_out)
+    }
+}
+
+/// A pipe from which a worker reads a client's hello. It has room for all of it.
+fn passed_on(hello: &Hello) -> anyhow::Result<OwnedFd> {
+    let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
+    hello.send(&mut File::from(says)).context("a client's hello")?;
+    Ok(said)
+}
+
 /// As many descriptors as this process may have: each worker takes some.
 fn raise_descriptors() {
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
@@ -70,6 +115,7 @@ pub struct Server {
     control: Option<PathBuf>,
     most: usize,
     of_peer: usize,
+    seldom: Seldom,
     draining: AtomicBool,
     /// Set when no client can connect any more.
     closed: AtomicBool,
@@ -107,6 +153,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         control: config.control,
         most: config.clients,
         of_peer: config.of_peer,
+        seldom: Seldom::default(),
         draining: AtomicBool::new(false),
         closed: AtomicBool::new(false),
         main: std::thread::current(),
@@ -180,10 +227,10 @@ impl Server {
         Ok(())
     }
 
-    fn accept(&self, address: &str, limits: &Limits, listener: &Listener) {
+    fn accept(self: &Arc<Self>, address: &str, limits: &Limits, listener: &Listener) {
         while !self.draining.load(Ordering::SeqCst) {
             match listener.accept() {
-                Ok((socket, peer)) => self.admit(address, limits, peer, &socket),
+                Ok((socket, peer)) => self.admit(address, limits, peer, socket),
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
                 Err(e) => {
                     say!("tombolo accel: a connection was lost before it began: {e}");
@@ -194,33 +241,62 @@ impl Server {
         }
     }
 
-    fn admit(&self, address: &str, limits: &Limits, peer: Peer, socket: &OwnedFd) {
-        if let Some(why) = self.refusal(peer) {
-            if tombolo_calls::stream::refuse(socket, &why).is_err() {
-                say!("tombolo accel: a client left before it could be refused");
-            }
+    fn admit(self: &Arc<Self>, address: &str, limits: &Limits, peer: Peer, socket: OwnedFd) {
+        if has_gone(&socket) {
             return;
         }
-        let origin = Origin { via: address.to_owned(), peer: Some(peer) };
-        if let Err(e) = workers::start(&self.tenants, origin, limits, &[socket.as_fd()], None, || ()) {
+        let guest = match self.tenants.welcome(peer, self.most, self.of_peer) {
+            Ok(guest) => guest,
+            Err(full) => return self.refuse(&socket, &self.refusal(peer, full)),
+        };
+        let (server, address, limits) = (self.clone(), address.to_owned(), limits.clone());
+        // A thread of its own: one that says nothing, or a byte now and then, keeps nobody waiting. There are no more of them than places.
+        let met = spawn("hello", move || server.meet(address, &limits, guest, socket));
+        if let Err(e) = met {
+            say!("tombolo accel: no thread could be started for a client: {e}");
+        }
+    }
+
+    /// Hears who a client is, and has a worker started for it.
+    fn meet(&self, address: String, limits: &Limits, guest: Guest, socket: OwnedFd) {
+        let hello = match stream::hello(&socket, HELLO) {
+            Ok(hello) => hello,
+            Err(Error::Closed) => return,
+            Err(e) => return self.seldom.say(format_args!("handshake with {}: {e}", guest.peer())),
+        };
+        if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
+            self.refuse(&socket, &why.to_string());
+            return self.seldom.say(format_args!("{}, of {}: {why}", hello.name, guest.peer()));
+        }
+        if has_gone(&socket) {
+            return;
+        }
+        let origin = Origin { via: address, peer: Some(guest.peer()) };
+        let started = passed_on(&hello).and_then(|said| {
+            let fds = [socket.as_fd(), said.as_fd()];
+            workers::start(&self.tenants, origin, limits, &fds, Caller::Guest(guest))
+        });
+        if let Err(e) = started {
             say!("tombolo accel: no worker could be started: {e:#}");
         }
     }
 
-    /// Why a peer can't have one more place. Those that have not said yet who they are have places too.
-    fn refusal(&self, peer: Peer) -> Option<String> {
-        let (all, own) = self.tenants.by_sockets(peer);
-        if all >= self.most {
-            return Some(format!(
-                "this server has {} clients already; try later or raise --clients",
-                self.most
-            ));
+    fn refuse(&self, socket: &OwnedFd, why: &str) {
+        if stream::refuse(socket, why).is_err() {
+            self.seldom.say(format_args!("a client left before it could be refused"));
         }
-        (own >= self.of_peer).then(|| {
-            format!(
+    }
+
+    /// Why a peer can't have one more place. Those that have not said yet who they are have places too.
+    fn refusal(&self, peer: Peer, full: Full) -> String {
+        match full {
+            Full::Server => {
+                format!("this server has {} clients already; try later or raise --clients", self.most)
+            }
+            Full::Peer(own) => format!(
                 "this server has {own} clients of {peer} already, the most of one peer; close some, or raise --clients-per-peer"
-            )
-        })
+            ),
+        }
     }
 
     /// Takes no clients any more; [`serve`] ends when the last one has gone. The address is free when this returns.
@@ -265,7 +341,37 @@ impl Server {
     }
 }
 
+/// Returns whether the other end of a socket has been closed.
+fn has_gone(socket: &OwnedFd) -> bool {
+    let mut fd = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+    // SAFETY: the structure lives during the call.
+    let ready = unsafe { libc::poll(&mut fd, 1, 0) };
+    ready > 0 && fd.revents & (libc::POLLRDHUP | libc::POLLHUP) != 0
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Lists stay whole whatever happens between two changes.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn of_what_peers_without_a_worker_do_the_log_has_a_line_a_second() {
+        let (seldom, begun) = (Seldom::default(), Instant::now());
+        let turns = [0, 1, 999, 1000, 1500, 5000].map(|ms| seldom.turn(begun + Duration::from_millis(ms)));
+        assert_eq!(turns, [Some(0), None, None, Some(2), None, Some(1)]);
+    }
+
+    #[test]
+    fn a_client_that_has_gone_is_known_before_a_worker_is_started_for_it() {
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        let ours = OwnedFd::from(ours);
+        assert!(!has_gone(&ours));
+        drop(theirs);
+        assert!(has_gone(&ours));
+    }
 }

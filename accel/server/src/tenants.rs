@@ -114,9 +114,57 @@ struct Inner {
     ended: BTreeMap<String, Used>,
     /// VMs that are attached: their processes may come at any time.
     vms: usize,
+    /// Those that have connected to a socket, and have no worker yet.
+    guests: Vec<Peer>,
+}
+
+/// The place of a peer that has connected, until it is a tenant or this is dropped.
+pub struct Guest {
+    tenants: Arc<Tenants>,
+    peer: Peer,
+    has_place: bool,
+}
+
+impl Guest {
+    /// The peer that has the place.
+    pub fn peer(&self) -> Peer {
+        self.peer
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if self.has_place {
+            self.tenants.lock().leave(self.peer);
+            self.tenants.changed.notify_all();
+        }
+    }
+}
+
+/// Why a peer gets no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Full {
+    /// All places are taken.
+    Server,
+    /// The peer has so many.
+    Peer(usize),
 }
 
 impl Inner {
+    /// How many came by a socket, not from VMs; and how many of them are of this peer.
+    fn by_sockets(&self, peer: Peer) -> (usize, usize) {
+        let tenants = self.by_pid.values().filter_map(|t| t.origin.peer);
+        let peers = tenants.chain(self.guests.iter().copied());
+        peers.fold((0, 0), |(all, own), one| (all + 1, own + usize::from(one == peer)))
+    }
+
+    /// Takes one place of a guest back.
+    fn leave(&mut self, peer: Peer) {
+        if let Some(at) = self.guests.iter().position(|guest| *guest == peer) {
+            self.guests.swap_remove(at);
+        }
+    }
+
     fn remove(&mut self, pid: u32) {
         let Some(gone) = self.by_pid.remove(&pid) else { return };
         if gone.origin.is_vm() {
@@ -172,9 +220,31 @@ impl Tenants {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn add(&self, pid: u32, tenant: Tenant) {
-        self.lock().by_pid.insert(pid, tenant);
+    /// Adds a tenant, which has the place of its guest from now on.
+    pub fn add(&self, pid: u32, tenant: Tenant, guest: Option<Guest>) {
+        let mut inner = self.lock();
+        inner.by_pid.insert(pid, tenant);
+        if let Some(mut guest) = guest {
+            // In one step: the peer has one place throughout.
+            inner.leave(guest.peer);
+            guest.has_place = false;
+            drop(inner);
+        }
         self.changed.notify_all();
+    }
+
+    /// Gives a place to a peer that has connected to a socket, unless there are `most` on all sockets, or `of_peer` of this peer.
+    pub fn welcome(self: &Arc<Self>, peer: Peer, most: usize, of_peer: usize) -> Result<Guest, Full> {
+        let mut inner = self.lock();
+        let (all, own) = inner.by_sockets(peer);
+        if all >= most {
+            return Err(Full::Server);
+        }
+        if own >= of_peer {
+            return Err(Full::Peer(own));
+        }
+        inner.guests.push(peer);
+        Ok(Guest { tenants: self.clone(), peer, has_place: true })
     }
 
     pub fn remove(&self, pid: u32) {
@@ -192,22 +262,16 @@ impl Tenants {
         self.changed.notify_all();
     }
 
-    /// How many came by a socket, not from VMs; and how many of them are of this peer.
-    pub fn by_sockets(&self, peer: Peer) -> (usize, usize) {
-        let inner = self.lock();
-        let peers = inner.by_pid.values().filter_map(|t| t.origin.peer);
-        peers.fold((0, 0), |(all, own), one| (all + 1, own + usize::from(one == peer)))
-    }
-
     /// Waits until one comes or goes, or for so long.
     pub fn wait_for_change(&self, most: Duration) {
         drop(self.changed.wait_timeout(self.lock(), most).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until no tenant is left, and none can come from a VM.
+    /// Waits until no tenant is left, and none can come from a VM or of those that have connected.
     pub fn wait_until_gone(&self) {
         let inner = self.lock();
-        let gone = self.changed.wait_while(inner, |i| !i.by_pid.is_empty() || i.vms > 0);
+        let stays = |i: &mut Inner| !i.by_pid.is_empty() || !i.guests.is_empty() || i.vms > 0;
+        let gone = self.changed.wait_while(inner, stays);
         drop(gone.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -283,6 +347,7 @@ mod tests {
                 used: Duration::ZERO,
                 paused: Pause::default(),
             },
+            None,
         );
         child
     }
@@ -300,6 +365,34 @@ mod tests {
             }
             dividing.divide();
         });
+    }
+
+    #[test]
+    fn a_place_is_counted_once_whether_a_peer_has_said_who_it_is_or_has_a_worker() {
+        let tenants = Arc::new(Tenants::default());
+        let welcome = |peer| tenants.welcome(peer, 3, 2);
+        let (a, b) = (Peer::User(1), Peer::User(2));
+        let first = welcome(a).expect("a place");
+        let second = welcome(a).expect("a place");
+        assert_eq!(welcome(a).err(), Some(Full::Peer(2)));
+        let mut child = busy(&tenants, "vm:x", 1);
+        let other = welcome(b).expect("those of VMs are not counted here");
+        assert_eq!(welcome(b).err(), Some(Full::Server));
+        drop(first);
+        let again = welcome(a).expect("a place that is free again");
+        // As a tenant it keeps its place and takes no second one.
+        let mut inner = tenants.lock();
+        let mut tenant = inner.by_pid.remove(&child.id()).expect("it was added");
+        drop(inner);
+        tenant.origin = Origin { via: "unix:/s".into(), peer: Some(a) };
+        tenants.add(child.id(), tenant, Some(second));
+        assert_eq!(tenants.lock().by_sockets(a), (3, 2));
+        drop((again, other));
+        assert_eq!(tenants.lock().by_sockets(a), (1, 1));
+        child.kill().expect("killed");
+        child.wait().expect("its end");
+        tenants.remove(child.id());
+        assert_eq!(tenants.lock().by_sockets(a), (0, 0));
     }
 
     fn cpu(child: &Child) -> f64 {

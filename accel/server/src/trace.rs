@@ -5,6 +5,8 @@
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode};
 
 /// One function of a process.
@@ -52,7 +54,9 @@ pub fn table(process: &Process) -> String {
 pub fn run(program: &[String], server: Option<&str>, json: bool) -> anyhow::Result<ExitCode> {
     let Some((name, arguments)) = program.split_first() else { bail!("which program?") };
     let file = std::env::temp_dir().join(format!("tombolo-trace-{}", std::process::id()));
-    std::fs::write(&file, "").with_context(|| file.display().to_string())?;
+    // Another user may have made a file or a link of this name, which must not be written to.
+    let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file);
+    drop(made.with_context(|| file.display().to_string())?);
     let mut command = Command::new(name);
     command.args(arguments).env("TOMBOLO_ACCEL_TRACE", &file);
     if let Some(server) = server {

@@ -10,13 +10,14 @@ use crate::limits::Limits;
 use crate::owner;
 use crate::tenants::Tenants;
 use crate::wall::cgroup::Group;
-use crate::workers::{self, Confinement, Origin, Place};
+use crate::workers::{self, Caller, Confinement, Origin, Place};
 use anyhow::{Context, bail};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -191,6 +192,26 @@ fn remove_old(path: &Path) -> anyhow::Result<()> {
     std::fs::remove_file(path).with_context(|| path.display().to_string())
 }
 
+/// Makes a VM's folder if it is missing, and refuses one in which others could put another zone or socket in the place of the VM's: the folders where zones lie
+/// are open to all users (`/dev/shm`), who may have made this one first.
+fn own_folder(folder: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    // SAFETY: takes nothing.
+    let own = unsafe { libc::geteuid() };
+    // The folder, and where the path is a link, the link.
+    for found in [folder.symlink_metadata(), folder.metadata()] {
+        let found = found.with_context(|| folder.display().to_string())?;
+        let others_write = found.is_dir() && found.mode() & 0o002 != 0;
+        if ![0, own].contains(&found.uid()) || others_write {
+            bail!(
+                "{}: other users can change what is in this folder; remove it, or choose another one",
+                folder.display()
+            );
+        }
+    }
+    Ok(())
+}
+
 impl Vm {
     /// Makes a zone and its doorbells, and keeps them.
     pub fn keep(config: &Config, confinement: &Confinement) -> anyhow::Result<Vm> {
@@ -198,7 +219,7 @@ impl Vm {
         let Some(name) = folder.file_name().and_then(|n| n.to_str()).filter(|n| n.len() < 32) else {
             bail!("{}: the folder's name names the zone: less than 32 bytes", folder.display());
         };
-        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        own_folder(folder)?;
         let path = folder.join("zone");
         remove_old(&path)?;
         let size = Area::zone_bytes(config.channels, config.limits.window);
@@ -361,9 +382,10 @@ impl Vm {
         let [write, read] = self.account_files.fds();
         let fds = [theirs.as_fd(), memory, bell.as_fd(), doorbell.as_fd(), write, read];
         let messages = self.messages.clone();
-        let ended = move || messages.send(Message::Ended(channel));
+        let ended = Box::new(move || messages.send(Message::Ended(channel)));
         let origin = Origin::of_vm(&self.name);
-        workers::start(tenants, origin, &self.limits, &fds, Some((&place, self.group.clone())), ended)?;
+        let caller = Caller::OfVm { place: &place, group: self.group.clone(), ended };
+        workers::start(tenants, origin, &self.limits, &fds, caller)?;
         Ok(Worker { socket, bell: File::from(bell) })
     }
 
@@ -431,6 +453,22 @@ fn eventfd() -> std::io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_folder_that_others_can_change_gets_no_zone() {
+        let above = tempfile::tempdir().expect("a folder");
+        let (fresh, open) = (above.path().join("a/vm"), above.path().join("open"));
+        own_folder(&fresh).expect("made");
+        own_folder(&fresh).expect("this user's own");
+        std::fs::create_dir(&open).expect("a folder");
+        std::fs::set_permissions(&open, PermissionsExt::from_mode(0o777)).expect("its mode");
+        let why = own_folder(&open).expect_err("others write to it").to_string();
+        assert!(why.contains("other users can change"), "{why}");
+        let link = above.path().join("link");
+        std::os::unix::fs::symlink(&open, &link).expect("a link");
+        assert!(own_folder(&link).is_err());
+    }
 
     #[test]
     fn a_vm_that_rings_while_nobody_looks_takes_one_message_and_is_told_of_again_afterwards() {

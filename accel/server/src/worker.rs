@@ -12,25 +12,22 @@ use crate::wall::{self, Wall};
 use crate::workers::Place;
 use anyhow::{Context, bail};
 use std::fs::File;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
-use tombolo_calls::memory::PART;
 use tombolo_calls::say;
 use tombolo_calls::{Error, Link, process, stream, zone};
 
 /// The descriptor a worker finds the page of its figures at.
 pub const FIGURES_FD: i32 = 3;
-/// The descriptor a worker finds its client's socket at; for a VM's process, memory, bell, doorbell and the account's two files follow.
+/// The descriptor a worker finds its client's socket at. A pipe follows, with the client's hello; for a VM's process memory, bell, doorbell and the account's two files.
 pub const SOCKET_FD: i32 = FIGURES_FD + 1;
-
-/// A client may take so long for its hello.
-const HELLO: Duration = Duration::from_secs(10);
+/// The VM's doorbell gets the last number below this: what a driver starts never has one so high.
+const DESCRIPTORS: u64 = 1024;
 
 /// Set where devices are the native ones: an OpenCL driver of ours shows none there.
 pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
@@ -39,22 +36,29 @@ pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
 enum Caller {
     /// The client at a socket's other end, and its hello.
     Socket(OwnedFd, Hello),
-    /// A process of a VM.
-    Channel(zone::Greeted),
+    /// A process of a VM, and the number of the VM's doorbell.
+    Channel(zone::Greeted, RawFd),
 }
 
 impl Caller {
     fn hello(&self) -> &Hello {
         match self {
             Caller::Socket(_, hello) => hello,
-            Caller::Channel(greeted) => &greeted.hello,
+            Caller::Channel(greeted, _) => &greeted.hello,
+        }
+    }
+
+    fn doorbell(&self) -> Option<RawFd> {
+        match self {
+            Caller::Socket(..) => None,
+            Caller::Channel(_, doorbell) => Some(*doorbell),
         }
     }
 
     fn refuse(self, why: &str) -> anyhow::Result<()> {
         match self {
             Caller::Socket(socket, _) => stream::refuse(&socket, why).context("refusing"),
-            Caller::Channel(greeted) => greeted.refuse(why).context("refusing"),
+            Caller::Channel(greeted, _) => greeted.refuse(why).context("refusing"),
         }
     }
 
@@ -65,10 +69,17 @@ impl Caller {
                 process::accept(UnixStream::from(socket), geometry)
             }
             Caller::Socket(socket, _) => stream::accept(socket, geometry),
-            Caller::Channel(greeted) => greeted.accept(),
+            Caller::Channel(greeted, _) => greeted.accept(),
         }
         .context("handshake")
     }
+}
+
+/// Gives a descriptor a number that the programs which a driver starts don't use: the filter of system calls, which is theirs too, knows it by its number.
+fn out_of_the_way(fd: OwnedFd) -> std::io::Result<OwnedFd> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let last = limit.unwrap_or(DESCRIPTORS).min(DESCRIPTORS) - 1;
+    Ok(rustix::io::fcntl_dupfd_cloexec(&fd, last as RawFd)?)
 }
 
 /// None: it left before it had said who it is.
@@ -78,18 +89,17 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
     let socket = passed(0);
     if let Some(&Place { at, ring, window, .. }) = place {
         let geometry = Geometry { ring, window };
-        let (memory, bell, doorbell) = (File::from(passed(1)), passed(2), passed(3));
+        let (memory, bell) = (File::from(passed(1)), passed(2));
+        let doorbell = out_of_the_way(passed(3)).context("the VM's doorbell")?;
+        let number = doorbell.as_raw_fd();
         let channel = zone::Channel { memory, at, geometry, bell, doorbell, gone: socket };
         return match zone::greet(channel) {
-            Ok(greeted) => Ok(Some(Caller::Channel(greeted))),
+            Ok(greeted) => Ok(Some(Caller::Channel(greeted, number))),
             Err(Error::Closed) => Ok(None),
             Err(e) => Err(e).context("handshake"),
         };
     }
-    let hello = match stream::hello(&socket, HELLO) {
-        Err(Error::Closed) => return Ok(None),
-        said => said.context("handshake")?,
-    };
+    let hello = Hello::receive(&mut File::from(passed(1))).context("the client's hello")?;
     Ok(Some(Caller::Socket(socket, hello)))
 }
 
@@ -129,9 +139,10 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
             bail!("{e}");
         }
     };
+    let doorbell = caller.doorbell();
     let link = caller.accept(limits)?;
     // The driver is loaded, and nothing that the client sent was carried out yet.
-    wall::calls::filter(Again { end: link.window.end() as u64, part: PART as u64 })?;
+    wall::calls::filter(Again::inside(link.window.mapping()), doorbell)?;
     let session = Session::new(link, bucket, figures);
     api.attach(&session);
     api.capture_output().context("standard output")?;
@@ -188,7 +199,10 @@ impl Scratch {
 fn enter(wall: Option<&Wall>) -> anyhow::Result<Scratch> {
     let scratch = match wall {
         Some(wall) => {
-            wall.enter()?;
+            // By the host's, with which it began, the node's owner could change its mode for all users.
+            let null = wall.enter()?;
+            rustix::stdio::dup2_stdin(&null).context("standard input")?;
+            rustix::stdio::dup2_stdout(&null).context("standard output")?;
             Scratch::View
         }
         None => {
@@ -202,7 +216,7 @@ fn enter(wall: Option<&Wall>) -> anyhow::Result<Scratch> {
 
 /// Tries whether a worker can be confined so, and prints the reason if it can't.
 pub fn trial(wall: Option<Wall>) -> ExitCode {
-    match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again { end: 0, part: PART as u64 })) {
+    match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again::inside(0..0), None)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             say!("{e:#}");

@@ -4,13 +4,13 @@
 use crate::figures::Figures;
 use crate::limits::Limits;
 use crate::listen::Peer;
-use crate::tenants::{Pause, Tenant, Tenants};
+use crate::tenants::{Guest, Pause, Tenant, Tenants};
 use crate::wall::Wall;
 use crate::wall::cgroup::{self, Delegated, Group};
 use crate::wall::identity::Identity;
 use crate::wall::limits::WORKING;
 use crate::wall::spawn::{self, Process, Start};
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 use rustix::fs::OFlags;
 use rustix::pipe::PipeFlags;
 use std::fs::File;
@@ -86,6 +86,13 @@ impl Confinement {
             return Ok(Confinement { wall: None, cgroup });
         }
         let identity = Identity::here().context("/proc/self")?;
+        if cgroup.is_none() && identity.is_hosts_root().context("/proc/self")? {
+            bail!(
+                "this server is root without what gives workers a user id of their own (CAP_SETGID, CAP_SETUID, CAP_SETPCAP, CAP_SYS_ADMIN) and without a \
+                 control group, so a client's kernel could start as many processes as the host has numbers for; start it with these capabilities, with a control \
+                 group (--cgroup FOLDER), or as an ordinary user; see docs/accelerators.md, or let clients' kernels do all that this user can: --unconfined"
+            );
+        }
         let confinement = Confinement { wall: Some(Wall { identity, memory: WORKING }), cgroup };
         confinement.try_it().map_err(|why| {
             anyhow!(
@@ -232,23 +239,40 @@ fn log(bytes: &mut [u8], left: usize) -> usize {
     after
 }
 
+/// The client that a worker is for.
+pub enum Caller<'a> {
+    /// One that has connected to a socket and said who it is; it has this place.
+    Guest(Guest),
+    /// A process of a VM.
+    OfVm {
+        /// Where its channel is.
+        place: &'a Place,
+        /// The control group of its VM.
+        group: Option<Arc<Group>>,
+        /// Called when the worker has ended.
+        ended: Box<dyn FnOnce() + Send>,
+    },
+}
+
 /// Starts a worker for a client. It finds its figures at [`crate::worker::FIGURES_FD`] and the descriptors from
-/// [`crate::worker::SOCKET_FD`] on. `vm`: where its channel is, and the control group of its VM. `ended` is called when it has.
+/// [`crate::worker::SOCKET_FD`] on.
 pub fn start(
     tenants: &Arc<Tenants>,
     origin: Origin,
     limits: &Limits,
     fds: &[BorrowedFd<'_>],
-    vm: Option<(&Place, Option<Arc<Group>>)>,
-    ended: impl FnOnce() + Send + 'static,
+    caller: Caller<'_>,
 ) -> anyhow::Result<()> {
     let (figures, page) = Figures::new().context("its figures")?;
     let copies = fds.iter().map(BorrowedFd::try_clone_to_owned).collect::<std::io::Result<Vec<_>>>()?;
     let mut arguments = vec!["--limits".to_owned(), serde_json::to_string(limits)?];
-    if let Some((place, _)) = &vm {
-        arguments.extend(["--place".to_owned(), serde_json::to_string(place)?]);
-    }
-    let within = vm.and_then(|(_, group)| group);
+    let (within, ended, guest) = match caller {
+        Caller::Guest(guest) => (None, None, Some(guest)),
+        Caller::OfVm { place, group, ended } => {
+            arguments.extend(["--place".to_owned(), serde_json::to_string(place)?]);
+            (group, Some(ended), None)
+        }
+    };
     let confinement = tenants.confinement().clone();
     let limits = limits.clone();
     let tenants = tenants.clone();
@@ -271,6 +295,7 @@ pub fn start(
         tenants.add(
             process.pid,
             Tenant { origin, limits, figures, since: Instant::now(), process: pidfd, census, used, paused },
+            guest,
         );
         // The caller waits for this.
         let _heard = told.send(Ok(()));
@@ -278,7 +303,9 @@ pub fn start(
             say!("tombolo accel: a worker can't be waited for: {e}");
         }
         tenants.remove(process.pid);
-        ended();
+        if let Some(ended) = ended {
+            ended();
+        }
     })?;
     started.recv().context("the thread that starts a worker ended")?
 }

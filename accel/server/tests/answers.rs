@@ -67,6 +67,26 @@ fn a_value_is_not_read_beyond_what_the_kernel_takes() {
     server.end();
 }
 
+#[test]
+fn what_one_thread_frees_of_shared_memory_another_can_have_at_once() {
+    let (server, program) = (Server::start("svmfree", &[]), compiled("svmfree"));
+    assert_eq!(text(&run(&mut server.program(&program)).stdout), "missed 0\n");
+    server.end();
+}
+
+#[test]
+fn shared_memory_is_announced_where_there_is_some() {
+    let tcp = format!("tcp:{}", free_address());
+    let (server, program) = (Server::start("svm", &["--listen", &tcp]), compiled("svm"));
+    let expected = text(&run(&mut native(&program)).stdout);
+    assert!(expected.contains("allocated 1 1\n"), "{expected}");
+    assert_eq!(text(&run(&mut server.program(&program)).stdout), expected);
+    let by_tcp = server.program(&program).env("TOMBOLO_ACCEL", &tcp).output().expect("it runs");
+    let told = text(&by_tcp.stdout);
+    assert!(told.starts_with("announced 0\n") && told.ends_with("allocated 0 0\n"), "{told}");
+    server.end();
+}
+
 fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port")
 }

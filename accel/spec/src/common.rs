@@ -28,9 +28,9 @@ common! {
     Snapshot = 2 lazy false {}
     /// Gives up a handle that the client has no more use for.
     Release = 3 lazy true {
-        /// Its kind.
+        /// The kind of the object, as the API numbers its kinds.
         kind: u32,
-        /// Its id.
+        /// The id that the client gave to the object.
         id: u64
     }
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Counts the instructions for a frame of 64 bytes in the switch, without threads and other processes: two guests, one of which
-//! sends bursts of 32 frames to the other. Under callgrind only the passes are counted:
+//! sends bursts of frames to the other, by default of 32; bursts of 1 are what a round trip consists of. Under callgrind only the passes
+//! are counted:
 //!
 //! ```text
 //! cargo build --release -p tombolo-net-load --example per_frame
 //! valgrind --tool=callgrind --cache-sim=yes --toggle-collect='*Forwarder*pass*' --callgrind-out-file=/dev/null \
-//!     target/release/examples/per_frame packed 1000
+//!     target/release/examples/per_frame packed 1000 32
 //! ```
 //! Counts divided by 32,000 (here) are those of a frame. Kinds of rings: `split`, `packed`, `split-inorder` and `packed-inorder` (as
 //! testpmd has them); with `-policy` behind it the sender has addresses, a rule and a limit.
@@ -22,16 +23,15 @@ use tombolo_net::ports::port::Port;
 use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::bit;
 
-const BURST: usize = 32;
-
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
     let kind = args.next().unwrap_or_default();
-    let (Some(rounds), Some(packed)) = (
+    let (Some(rounds), Some(burst), Some(packed)) = (
         args.next().and_then(|n| n.parse::<u32>().ok()),
+        args.next().map_or(Some(32), |n| n.parse::<usize>().ok()).filter(|n| (1..=32).contains(n)),
         kind.strip_prefix("packed").map(|_| true).or(kind.strip_prefix("split").map(|_| false)),
     ) else {
-        eprintln!("usage: per_frame split|packed[-inorder][-policy] ROUNDS");
+        eprintln!("usage: per_frame split|packed[-inorder][-policy] ROUNDS [FRAMES OF A BURST, 1 to 32]");
         return ExitCode::FAILURE;
     };
     let mut config = NicConfig { packed, size: 256, ..NicConfig::default() };
@@ -65,13 +65,13 @@ fn main() -> ExitCode {
     let mut forwarder = Forwarder::default();
     let mut received = 0;
     for round in 0..rounds {
-        for _ in 0..BURST {
+        for _ in 0..burst {
             assert!(nics[0].send(&frame), "no room");
         }
         forwarder.pass(&view, 0, 0, u64::from(round) * 1_000_000);
         received += std::iter::from_fn(|| nics[1].receive()).count();
     }
-    assert_eq!(received, rounds as usize * BURST);
+    assert_eq!(received, rounds as usize * burst);
     println!("{received} frames");
     ExitCode::SUCCESS
 }

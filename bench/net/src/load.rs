@@ -302,7 +302,6 @@ pub enum News {
     Figure(Figure),
     /// A peer that could not be measured in one case.
     LeftOut {
-        /// The peer.
         system: String,
         /// The case, and what went wrong in it.
         reason: String,

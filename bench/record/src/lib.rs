@@ -181,7 +181,7 @@ impl Machine {
 /// A results file being written: each sample is on disk when [`Results::add`] returns.
 pub struct Results {
     file: fs::File,
-    /// The path.
+    /// The file that the samples go to.
     pub path: PathBuf,
     /// The machine of the run.
     pub machine: Machine,

@@ -277,10 +277,10 @@ fn a_killed_vm_gives_its_device_back() -> Result<()> {
     );
     // The guest is killed and its owner dies with it.
     drop(guest);
-    ensure!(reclaim(&host, &mut binding::Kernel, &store)?.is_empty(), "taken from an owner that lives");
+    ensure!(reclaim(&host, &mut binding::Kernel, &store)?.given.is_empty(), "taken from an owner that lives");
     process.kill()?;
     process.wait()?;
-    ensure!(reclaim(&host, &mut binding::Kernel, &store)? == [card.address], "not given back");
+    ensure!(reclaim(&host, &mut binding::Kernel, &store)?.given == [card.address], "not given back");
     let driver = find(&host, |d| d.address == card.address)?.driver;
     ensure!(driver.as_deref() == Some("e1000e"), "it went to {driver:?}");
     Ok(())

@@ -13,7 +13,7 @@ use crate::Mac;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct SubnetAddress {
-    /// The address.
+    /// An address of a host in the subnet, neither the subnet's own nor its broadcast address.
     pub address: Ipv4Addr,
     /// The length of the subnet's prefix, 1 to 30.
     pub prefix: u32,

@@ -323,7 +323,7 @@ pub enum Way {
 pub struct UplinkConfig {
     /// The name of the uplink.
     pub name: String,
-    /// Its device.
+    /// Where its frames leave the host; written as the key `tap`, `interface`, `passt` or `user`.
     #[serde(flatten)]
     pub way: Way,
     /// The only port that it serves; none: all of them.
@@ -339,6 +339,9 @@ pub struct UplinkConfig {
     /// UDP ports, as its option -u takes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub udp_ports: Vec<String>,
+    /// The guest of a passt started for the switch reaches what listens on the host's loopback addresses, at its gateway's address.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub host_loopback: bool,
 }
 
 /// An uplink as it is read. Serde refuses no unknown fields of a struct with a flattened one.
@@ -357,13 +360,26 @@ struct WrittenUplink {
     tcp_ports: Vec<String>,
     #[serde(default)]
     udp_ports: Vec<String>,
+    #[serde(default)]
+    host_loopback: bool,
 }
 
 impl TryFrom<WrittenUplink> for UplinkConfig {
     type Error = String;
 
     fn try_from(written: WrittenUplink) -> Result<Self, String> {
-        let WrittenUplink { name, tap, interface, passt, user, port, vlan, tcp_ports, udp_ports } = written;
+        let WrittenUplink {
+            name,
+            tap,
+            interface,
+            passt,
+            user,
+            port,
+            vlan,
+            tcp_ports,
+            udp_ports,
+            host_loopback,
+        } = written;
         let ways =
             [tap.map(Way::Tap), interface.map(Way::Interface), passt.map(Way::Passt), user.map(Way::User)];
         let ways: Vec<Way> = ways.into_iter().flatten().collect();
@@ -371,7 +387,7 @@ impl TryFrom<WrittenUplink> for UplinkConfig {
             let n = ways.len();
             format!("uplink {name} has {n} devices; give it one of tap, interface, passt and user")
         })?;
-        Ok(Self { name, way, port, vlan, tcp_ports, udp_ports })
+        Ok(Self { name, way, port, vlan, tcp_ports, udp_ports, host_loopback })
     }
 }
 
@@ -379,7 +395,15 @@ impl UplinkConfig {
     /// Returns an uplink of all ports, without VLANs and forwarded ports.
     #[must_use]
     pub fn new(name: String, way: Way) -> Self {
-        Self { name, way, port: None, vlan: Vlan::default(), tcp_ports: Vec::new(), udp_ports: Vec::new() }
+        Self {
+            name,
+            way,
+            port: None,
+            vlan: Vlan::default(),
+            tcp_ports: Vec::new(),
+            udp_ports: Vec::new(),
+            host_loopback: false,
+        }
     }
 
     /// Returns whether its device serves one guest only, and all ports lead to it: passt gives every guest the same address, and

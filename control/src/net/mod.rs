@@ -18,18 +18,18 @@ pub enum Request<P, U> {
     Ports,
     /// Make a port.
     Add {
-        /// The port.
+        /// The configuration of the new port, as in the switch's file.
         port: P,
     },
     /// Make an uplink.
     #[serde(rename = "add-uplink")]
     AddUplink {
-        /// The uplink.
+        /// The configuration of the new uplink, as in the switch's file.
         uplink: U,
     },
     /// Remove a port or an uplink.
     Remove {
-        /// Its name.
+        /// The name of the port or the uplink.
         name: String,
     },
     /// Send a port's frames, which follow the answer.

@@ -65,6 +65,13 @@ void tfs_os_yield(void)
 {
 }
 
+bool tfs_os_killed(struct tfs *fs)
+{
+	const struct tfs_host *host = fs->os;
+
+	return host && tmb_load(&host->ending);
+}
+
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)
 {
 	const struct tfs_host *host = fs->os;

@@ -55,17 +55,21 @@ pub fn list(fs: &Filesystem) -> Vec<Account> {
     (0..MAX).filter_map(|number| read(fs.area(), number)).collect()
 }
 
-/// Returns the offsets of a slot's grant: root and account.
-fn grant_words(member: u32) -> [u64; 2] {
+/// Returns the offsets of a slot's grant: root with generation, and account.
+fn grant_words(member: u32) -> [u64; 3] {
     let start = at(member) - offset_of!(sys::tfs_member_area, own) as u64;
-    [offset_of!(sys::tfs_member_area, root), offset_of!(sys::tfs_member_area, account)]
-        .map(|field| start + field as u64)
+    [
+        offset_of!(sys::tfs_member_area, root),
+        offset_of!(sys::tfs_member_area, root_generation),
+        offset_of!(sys::tfs_member_area, account),
+    ]
+    .map(|field| start + field as u64)
 }
 
-/// Returns the root and the account that a slot was granted, 0: none. `None`: the area is too small.
-pub(crate) fn granted(area: &Area, member: u32) -> Option<(u64, u64)> {
-    let [root, account] = grant_words(member);
-    Some((area.word(root)?, area.word(account)?))
+/// Returns the root, its generation and the account that a slot was granted, 0: none. `None`: the area is too small.
+pub(crate) fn granted(area: &Area, member: u32) -> Option<[u64; 3]> {
+    let [root, generation, account] = grant_words(member);
+    Some([area.word(root)?, area.word(generation)?, area.word(account)?])
 }
 
 /// Revokes a slot's grants, before another member gets the slot.

@@ -11,6 +11,7 @@ use serde_json::json;
 use tombolo_control::Size;
 
 use crate::fs::{self, Filesystem, Handle, Mkfs};
+use crate::shown::shown;
 use crate::sys;
 use crate::target::{PCI, Target};
 
@@ -341,7 +342,7 @@ fn stat(zone: &Path, area: Option<&str>, path: &str, json: bool) -> anyhow::Resu
     } else {
         println!("inode {} generation {} version {}", a.ino, a.generation, a.version);
         println!("mode {:o} uid {} gid {} links {}", a.mode, a.uid, a.gid, a.nlink);
-        println!("size {} blocks {} extended attributes: {}", a.size, a.blocks, xattrs.join(" "));
+        println!("size {} blocks {} extended attributes: {}", a.size, a.blocks, shown(&xattrs.join(" ")));
         for (at, block, count) in runs {
             println!("  file block {at}: block {block}, {count} long");
         }

@@ -314,20 +314,36 @@ impl Filesystem {
         unsafe { sys::tfs_rang(self.raw()) }
     }
 
-    /// Called before the pending bits are cleared by another thread than that which calls [`Filesystem::let_go`].
-    pub fn asked(&self) {
+    /// Takes the member's pending bits by `take`, in another thread than that which calls [`Filesystem::let_go`]. After TMB_PENDING_REVOKE, the caller has
+    /// that thread call it.
+    ///
+    /// # Errors
+    /// Those of `take`.
+    pub fn take_pending<E>(
+        &self,
+        take: impl FnOnce() -> std::result::Result<u64, E>,
+    ) -> std::result::Result<u64, E> {
         // SAFETY: an open handle.
-        unsafe { sys::tfs_asked(self.raw()) }
+        unsafe { sys::tfs_take_begin(self.raw()) };
+        let taken = take();
+        // SAFETY: as above.
+        unsafe { sys::tfs_take_end(self.raw(), *taken.as_ref().unwrap_or(&0)) };
+        taken
     }
 
     /// Called after TMB_PENDING_REVOKE was cleared: this handle maps nothing, so blocks deferred for its readers become free. True: one of them
     /// has not finished, or another member has the lock of these blocks, and the caller calls it once more after a while.
     pub fn let_go(&self) -> bool {
+        self.let_go_of(|| ())
+    }
+
+    /// As [`Filesystem::let_go`], for a handle that maps files: `revoke` takes its stale mappings back.
+    pub fn let_go_of(&self, revoke: impl FnOnce()) -> bool {
         // SAFETY: an open handle.
-        unsafe {
-            sys::tfs_revoke(self.raw());
-            sys::tfs_revoked(self.raw())
-        }
+        unsafe { sys::tfs_revoke(self.raw()) };
+        revoke();
+        // SAFETY: as above.
+        unsafe { sys::tfs_revoked(self.raw()) }
     }
 
     /// Ends all waits for other members in this handle, and later ones: such calls give EINTR, as if the thread had been killed.
@@ -369,8 +385,23 @@ impl Filesystem {
         out
     }
 
+    /// The directory that this member is confined to; [`ROOT`] if it is not.
+    pub fn root(&self) -> Handle {
+        // SAFETY: an open handle, whose root stays as it is.
+        let root = unsafe { (*self.raw()).root };
+        Handle { ino: root.ino, generation: root.generation }
+    }
+
     /// For the host: grants limits and a root to a member, see `tfs_grant`. Limits in blocks and inodes, 0: none.
-    pub fn grant(&self, member: u32, account: &str, blocks: u64, inodes: u64, root: u64) -> Result<()> {
+    pub fn grant(
+        &self,
+        member: u32,
+        account: &str,
+        blocks: u64,
+        inodes: u64,
+        root: Option<Handle>,
+    ) -> Result<()> {
+        let root = raw(root.unwrap_or_default());
         let (name, len) = (account.as_ptr().cast(), u32::try_from(account.len()).map_err(|_| Errno::INVAL)?);
         // SAFETY: an open handle; name with its length.
         check(unsafe { sys::tfs_grant(self.writable()?, member, name, len, blocks, inodes, root) })

@@ -15,6 +15,7 @@
 //! - [`fsck`]: check and repair.
 //! - [`snapshot`]: consistent images of file systems in use.
 //! - [`mirror`]: makes directory trees equal.
+//! - [`shown`]: names that members made, as people see them.
 //! - [`target`]: resolves a command's ZONE argument.
 //! - [`cli`]: the commands `tombolo files …`.
 
@@ -26,6 +27,7 @@ pub mod fs;
 pub mod fsck;
 pub mod fuse;
 pub mod mirror;
+pub mod shown;
 pub mod snapshot;
 pub mod sys;
 pub mod target;

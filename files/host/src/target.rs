@@ -45,8 +45,8 @@ enum Kind {
 /// description on this byte until it learns of the unmount. So a command after an unmount waits for that process's end, and a command before it fails
 /// because the file is in use.
 const SERVING: libc::off_t = 0;
-/// umount(8) returns before the mount's process learns of it; this is how long that may take.
-const LEARNT: Duration = Duration::from_secs(2);
+/// umount(8) returns before the mount's process learns of it; this is how long that may take on a busy host.
+const LEARNT: Duration = Duration::from_secs(5);
 
 fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std::io::Result<libc::flock> {
     let whence = libc::SEEK_SET as libc::c_short;
@@ -61,7 +61,7 @@ fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std:
 
 const UNLOCKED: libc::c_short = libc::F_UNLCK as libc::c_short;
 
-/// Waits until no mount serves the file; `attempt` gives EAGAIN while one does. Returns whether it succeeded.
+/// Waits until no mount serves the file or has not left the zone yet; `attempt` gives EAGAIN while one does. Returns whether it succeeded.
 fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::Result<bool> {
     let until = Instant::now() + LEARNT;
     loop {
@@ -219,6 +219,14 @@ impl Target {
         self.area_of(None)
     }
 
+    /// Returns the area for a mount that only reads, and is no member. In a VM it has that VM's root; `name` is as for [`Target::join`].
+    pub fn area_to_read(&self, name: Option<&str>) -> anyhow::Result<Area> {
+        let Kind::Zone { zone, inside: true, .. } = &self.kind else { return self.area() };
+        let registers = Registers::of(zone)?;
+        let member = zone.member(pci::slot(zone, registers.as_ref(), name)?)?;
+        self.area_of(Some(Incarnation { member: member.id.index(), epoch: member.epoch }))
+    }
+
     fn area_of(&self, incarnation: Option<Incarnation>) -> anyhow::Result<Area> {
         Ok(match &self.kind {
             Kind::Bare { area, .. } => area.clone(),
@@ -275,8 +283,12 @@ impl Target {
 
     /// Refuses if a member has mounted the file system; with `force` read-only members don't matter.
     pub fn require_unused(&self, what: &str, force: bool) -> anyhow::Result<()> {
-        let users = self.users(!force)?;
-        if !users.is_empty() {
+        let mut users = Vec::new();
+        let unused = await_serving(|| {
+            users = self.users(!force).map_err(std::io::Error::other)?;
+            if users.is_empty() { Ok(()) } else { Err(std::io::Error::from_raw_os_error(libc::EAGAIN)) }
+        })?;
+        if !unused {
             bail!(
                 "{}: in use by {}; unmount there first (tombolo zone inspect lists its members), then {what} again; members that may only read count \
                  as users unless --force is given",
@@ -347,6 +359,14 @@ impl Target {
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
         Ok((self.area_of(joined.incarnation())?, Some(joined)))
+    }
+
+    /// Waits until no other process changes what members are granted, and holds these off until the value returned is dropped. `None`: no zone.
+    pub fn hold_grants(&self) -> anyhow::Result<Option<tombolo_zone::GrantsHeld>> {
+        match &self.kind {
+            Kind::Zone { zone, .. } => Ok(Some(zone.hold_grants()?)),
+            Kind::Bare { .. } => Ok(None),
+        }
     }
 
     /// Called after an unmount: the file of a bare file system stays locked only until it is written back.

@@ -17,7 +17,7 @@ for suite in pjdfstest@0.2.2 fsx@0.3.2; do
 	[ -x "$tools/bin/${suite%@*}" ] || cargo install --quiet --locked --root "$tools" --target-dir "$tools/build" "$suite"
 done
 [ "$operations" ] || exit 0
-cargo build --quiet -p tombolo-files --bins
+cargo build --workspace --locked --quiet --bins
 files() { "$root/target/debug/tombolo-files-torture" files "$@"; }
 # In memory: every fsync would wait for a disk.
 work=$(mktemp -d /dev/shm/tombolo-suites.XXXXXX)

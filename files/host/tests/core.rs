@@ -623,7 +623,7 @@ fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
 fn with_grant(blocks: u64, inodes: u64) -> (Filesystem, Filesystem, Area) {
     let (area, open) = zone();
     let host = open(0);
-    host.grant(5, "tenant", blocks, inodes, 0).expect("grant");
+    host.grant(5, "tenant", blocks, inodes, None).expect("grant");
     let tenant = open(5);
     (host, tenant, area)
 }
@@ -655,7 +655,7 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
     }
     let fifth = tenant.create(ROOT, Some(b"fifth"), &Create::mode(REG));
     assert_eq!(fifth, Err(Errno::DQUOT));
-    host.grant(5, "tenant", 100, 5, 0).expect("grant more");
+    host.grant(5, "tenant", 100, 5, None).expect("grant more");
     file(&tenant, "fifth");
     drop((host, tenant));
     assert_clean(&area);
@@ -757,14 +757,39 @@ fn a_grant_to_a_member_that_is_there_holds_at_once_for_what_it_makes() {
     let (area, open) = zone();
     let (host, tenant) = (open(0), open(5));
     let before = file(&tenant, "before");
-    host.grant(5, "tenant", 100, 2, 0).expect("grant");
+    host.grant(5, "tenant", 100, 2, None).expect("grant");
     let wrote = tenant.pwrite(file(&tenant, "after"), &[1; 200 * 4096], 0, false).expect("as far as it goes");
     assert!(wrote <= 100 * 4096, "{wrote}");
     assert_eq!(tenant.create(ROOT, Some(b"more"), &Create::mode(REG)), Err(Errno::DQUOT));
     assert_eq!(tenant.statfs().blocks, 100);
     assert_eq!(tenant.pwrite(before, &[1; 200 * 4096], 0, false), Ok(200 * 4096), "made before the grant");
-    host.grant(5, "tenant", 0, 0, 0).expect("grant without limits");
+    host.grant(5, "tenant", 0, 0, None).expect("grant without limits");
     file(&tenant, "free");
+    drop((host, tenant));
+    assert_clean(&area);
+}
+
+#[test]
+fn a_member_is_confined_to_no_other_directory_that_has_its_directorys_number() {
+    let (area, open) = zone();
+    let host = open(0);
+    let mkdir = |name: &str| {
+        host.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir")
+    };
+    let granted = mkdir("tenant");
+    host.grant(5, "tenant", 0, 0, Some(granted)).expect("grant");
+    let tenant = open(5);
+    assert_eq!(tenant.root(), granted);
+    assert!(tenant.getattr(tenant.root()).is_ok());
+    drop(tenant);
+    host.rmdir(ROOT, b"tenant", None).expect("rmdir");
+    drop(host);
+    // The first that a member makes after it has opened the file system.
+    let host = open(0);
+    let other = host.create(ROOT, Some(b"other"), &Create::mode(libc::S_IFDIR | 0o700)).expect("mkdir");
+    assert_eq!(other.ino, granted.ino);
+    let tenant = open(5);
+    assert_eq!(tenant.getattr(tenant.root()).err(), Some(Errno::STALE));
     drop((host, tenant));
     assert_clean(&area);
 }

@@ -717,6 +717,73 @@ fn a_folder_that_another_member_removes_while_it_is_made_was_made() {
     assert!(errors.is_empty(), "{errors:?}");
 }
 
+#[test]
+fn names_that_members_made_go_to_no_terminal_as_they_are() {
+    let dir = TempDir::new().expect("a directory");
+    let path = dir.path().join("zone");
+    let config = ZoneConfig::new("names", 64 << 20).backing(Backing::File(path.clone()));
+    let owner = Zone::create(&config).expect("a zone");
+    owner.invite("vm", Role::Vm, Rights::READ_WRITE).expect("a slot");
+    let path = path.to_str().expect("a path");
+    must(&["mkfs", path]);
+    let name = "\u{1b}]0;x\u{7}\n";
+    must(&["grant", path, "vm", "--account", name]);
+    let shown = must(&["accounts", path]);
+    assert!(shown.contains(r"\u{1b}]0;x\u{7}\n") && !shown.contains(['\u{1b}', '\u{7}']), "{shown:?}");
+    let json: serde_json::Value = serde_json::from_str(&must(&["accounts", "--json", path])).expect("JSON");
+    assert_eq!(json[0]["name"], name);
+    let target = Target::open(Path::new(path), true, None).expect("the zone");
+    let (area, joined) = target.join(Some("writer")).expect("a member");
+    let core = Filesystem::open(area).expect("open");
+    core.xattr_set(ROOT, b"user.\x1b[2J", Some(b"x"), 0, None).expect("an attribute");
+    drop(core);
+    joined.expect("a member of a zone").leave().expect("it leaves");
+    let shown = must(&["stat", path]);
+    assert!(shown.contains(r"user.\u{1b}[2J") && !shown.contains('\u{1b}'), "{shown:?}");
+}
+
+/// As `tombolo up` of several VMs grants.
+#[test]
+fn fifty_grants_at_once_give_each_member_an_account_of_its_own() {
+    let dir = TempDir::new().expect("a directory");
+    let path = dir.path().join("zone");
+    let config = ZoneConfig::new("grants", 64 << 20).backing(Backing::File(path.clone()));
+    let owner = Zone::create(&config).expect("a zone");
+    let path = path.to_str().expect("a path");
+    must(&["mkfs", path]);
+    let names: Vec<String> = (0..50).map(|i| format!("vm{i}")).collect();
+    for name in &names {
+        owner.invite(name, Role::Vm, Rights::READ_WRITE).expect("a slot");
+    }
+    let grants: Vec<_> = names
+        .iter()
+        .enumerate()
+        .map(|(i, name)| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+            let inodes = format!("--inodes={}", i + 1);
+            command.args(["files", "grant", path, name, &inodes, &format!("--subtree=/{name}")]);
+            command.stderr(std::process::Stdio::piped()).spawn().expect("it starts")
+        })
+        .collect();
+    for grant in grants {
+        let out = grant.wait_with_output().expect("its end");
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    }
+    let text = must(&["accounts", "--json", path]);
+    let accounts: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let mut found: Vec<(u64, String)> = accounts
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|a| {
+            (a["inodes_limit"].as_u64().expect("a number"), a["name"].as_str().expect("a name").to_owned())
+        })
+        .collect();
+    found.sort();
+    let wanted: Vec<(u64, String)> = (1..).zip(names).collect();
+    assert_eq!(found, wanted);
+}
+
 /// Words of the lock of an inode, of those that mkfs makes room for.
 fn lock_of(rig: &Rig, ino: u64) -> u64 {
     let area = rig._owner.area(tombolo_zone::AreaType::Files, None).expect("a file system").offset;

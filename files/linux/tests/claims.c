@@ -567,6 +567,60 @@ static int unmake(char **a)
 	return 0;
 }
 
+/* Computes for a random number of rounds up to 'most'. */
+static void pause_at_random(unsigned int *seed, int most)
+{
+	for (volatile int n = rand_r(seed) % most; n; n--)
+		;
+}
+
+/* toggle PATH ROUNDS: makes PATH and removes it again, each after a random pause, until PATH.end is there; prints how often */
+static int toggle(char **a)
+{
+	unsigned int seed = 1;
+	char end[4096];
+	struct stat st;
+	int n = 0;
+
+	snprintf(end, sizeof(end), "%s.end", a[0]);
+	for (; stat(end, &st); n++) {
+		int fd = open(a[0], O_CREAT | O_WRONLY, 0600);
+
+		CHECK(fd >= 0 && !close(fd));
+		pause_at_random(&seed, atoi(a[1]));
+		CHECK(!unlink(a[0]) || errno == ENOENT);
+		pause_at_random(&seed, atoi(a[1]));
+	}
+	CHECK(!unlink(end) && (!unlink(a[0]) || errno == ENOENT));
+	printf("%d\n", n);
+	return 0;
+}
+
+/* reopen PATH make|find COUNT: opens PATH COUNT times, with O_CREAT or if it is there, then makes PATH.end; prints how often it found no file */
+static int reopen(char **a)
+{
+	bool makes = !strcmp(a[1], "make");
+	int none = 0, why = 0;
+	char end[4096];
+
+	snprintf(end, sizeof(end), "%s.end", a[0]);
+	for (int i = 0; i < atoi(a[2]) && !why; i++) {
+		int fd = open(a[0], makes ? O_CREAT | O_RDWR : O_RDWR, 0600);
+
+		if (fd >= 0)
+			CHECK(!close(fd));
+		else if (errno == ENOENT && !makes)
+			none++;
+		else
+			why = errno;
+	}
+	CHECK(!close(open(end, O_CREAT | O_WRONLY, 0600)));
+	printf("%d\n", none);
+	errno = why;
+	CHECK(!why);
+	return 0;
+}
+
 /* count FILE N: adds 1 N times to a word that all map, and prints it */
 static int count(char **a)
 {
@@ -1122,7 +1176,8 @@ static const struct {
 } table[] = {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
-	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2}, {"hold", hold, 2}, {"spliced", spliced, 2},
+	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2},
+	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2},
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2},

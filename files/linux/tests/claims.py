@@ -366,6 +366,16 @@ def a_name_that_another_guest_removes_while_it_is_made_is_made_once(a, b):
 
 
 @claim(2)
+def a_name_that_another_guest_keeps_making_and_removing_is_opened_or_not_there(a, b):
+    for how in "make", "find":
+        b.start("claims toggle /mnt/x 1000")
+        rc, none = a.run("claims reopen /mnt/x %s 5000" % how)
+        toggled = b.finish()
+        need(rc == 0 and toggled[0] == 0, "%s: %s %s" % (how, none, toggled))
+        need(how == "make" or 0 < int(none) < 5000, "%s of 5000 opens found no file" % none)
+
+
+@claim(2)
 def a_word_that_two_guests_map_counts_every_increment(a, b):
     a.ok("dd if=/dev/zero of=/mnt/word bs=4k count=1 2>/dev/null")
     both(a, b, "claims barrier /mnt/go 2 %d && claims count /mnt/word 200000")

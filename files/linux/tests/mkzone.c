@@ -44,6 +44,11 @@ void tfs_os_wake(struct tfs *fs, tmb_u32 *word)
 void tfs_os_yield(void)
 {
 }
+bool tfs_os_killed(struct tfs *fs)
+{
+	(void)fs;
+	return false;
+}
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)
 {
 	(void)fs, (void)member, (void)answers, (void)seconds;
@@ -146,7 +151,7 @@ int main(int argc, char **argv)
 		if (!err)
 			err = tfs_create(&fs, root, "sub", 3, &sub, &made);
 		if (!err)
-			err = tfs_grant(&fs, (tmb_u32)grant, "tenant", 6, 2560, 20, made.ino);
+			err = tfs_grant(&fs, (tmb_u32)grant, "tenant", 6, 2560, 20, made);
 		if (err) {
 			fprintf(stderr, "grant: %d\n", err);
 			return 1;

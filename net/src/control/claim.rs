@@ -2,103 +2,206 @@
 //! A claim on the ports of the host that a passt forwards. The keeper of a killed switch ends its passt a moment after the
 //! switch, while the keeper of the successor starts one that wants the same ports: the successor waits for the claim first.
 //!
-//! A claim is a socket that listens on an abstract name, which belongs to a network namespace like the ports. A keeper that finds
-//! the name taken connects, and sees the holder's end by the end of the connection. Nobody accepts the connections.
+//! A claim is a locked file in a folder that only this user can open, named by the network namespace, to which ports belong, and by the
+//! ports. The kernel unlocks it when its holder ends. Other users can neither hold a claim nor see one. Without such a folder there are no
+//! claims: a passt that finds its ports in use ends, and is started again.
 
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt::socket_peercred;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
 
-/// The longest wait for a holder. One that takes longer is no keeper that ends, but a running switch with the same ports.
-const TIMEOUT: Duration = Duration::from_secs(2);
+/// The longest wait for the holders of all claims of one start. Those that take longer are no keepers that end, but a running switch with
+/// the same ports.
+const LONGEST: Duration = Duration::from_secs(2);
+
+/// Time from one look at a claim to the next.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// The time that the claims of one start have left to wait.
+#[derive(Debug)]
+pub(crate) struct Claims(Duration);
 
 /// A claim, held until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Claim(#[expect(dead_code, reason = "the open socket is the claim")] UnixListener);
+pub(crate) struct Claim {
+    path: PathBuf,
+    _locked: File,
+}
+
+impl Claims {
+    /// Begins a start, which has made no claim yet.
+    pub fn new() -> Self {
+        Self(LONGEST)
+    }
+
+    /// Waits for the claim on these ports, if there is time left. None: it can't be had.
+    pub fn wait(&mut self, tcp: &[String], udp: &[String]) -> Option<Claim> {
+        self.wait_in(&own_folder(), tcp, udp)
+    }
+
+    fn wait_in(&mut self, folder: &Path, tcp: &[String], udp: &[String]) -> Option<Claim> {
+        let path = folder.join(name(tcp, udp));
+        let begun = Instant::now();
+        let end = begun + self.0;
+        let claim = loop {
+            match make(folder).and_then(|()| Claim::take(&path)) {
+                Ok(claim) => break Some(claim),
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock && Instant::now() < end => {
+                    std::thread::sleep(PAUSE);
+                }
+                Err(err) => {
+                    tracing::debug!("no claim on ports, {}: {err}", path.display());
+                    break None;
+                }
+            }
+        };
+        self.0 = self.0.saturating_sub(begun.elapsed());
+        claim
+    }
+}
 
 impl Claim {
-    /// Waits for the claim on these ports. None: this user has no such claim within a few seconds.
+    /// Takes the claim whose file is at `path`.
     ///
     /// # Errors
-    /// No descriptors are left.
-    pub fn wait(tcp: &[String], udp: &[String]) -> io::Result<Option<Self>> {
-        let mut hasher = DefaultHasher::new();
-        (tcp, udp).hash(&mut hasher);
-        let name = format!("tombolo-net-{}-{:016x}", geteuid().as_raw(), hasher.finish());
-        let address = SocketAddr::from_abstract_name(&name)?;
-        let end = Instant::now() + TIMEOUT;
+    /// It is held (`WouldBlock`), or the file can't be opened.
+    fn take(path: &Path) -> io::Result<Self> {
         loop {
-            match UnixListener::bind_addr(&address) {
-                Err(err) if err.kind() == io::ErrorKind::AddrInUse => {}
-                bound => return bound.map(|listener| Some(Self(listener))),
-            }
-            if !outlast(&name, end)? {
-                return Ok(None);
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+            let file = options.open(path).map_err(or_gone)?;
+            flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+            // The former holder removes the file before it unlocks it.
+            let is_there = fs::symlink_metadata(path).is_ok_and(|there| {
+                file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (there.dev(), there.ino()))
+            });
+            if is_there {
+                return Ok(Self { path: path.to_owned(), _locked: file });
             }
         }
     }
 }
 
-/// Waits for the end of the holder of `name`. False: it is another user's, or it has not ended until `end`.
-fn outlast(name: &str, end: Instant) -> io::Result<bool> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    match connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::CONNREFUSED) => return Ok(true),
-        // More than a hundred wait already.
-        Err(rustix::io::Errno::AGAIN) => return Ok(false),
-        Err(err) => return Err(err.into()),
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // Its user may have removed it.
+        let _gone = fs::remove_file(&self.path);
+        // Other claims may be in it.
+        let _stays = self.path.parent().map(fs::remove_dir);
     }
-    if socket_peercred(&socket)?.uid != geteuid() {
-        return Ok(false);
+}
+
+/// The folder was there: the holder of the last claim in it has just removed it.
+fn or_gone(err: io::Error) -> io::Error {
+    if err.kind() == io::ErrorKind::NotFound { io::ErrorKind::WouldBlock.into() } else { err }
+}
+
+/// Returns the folder of this user's claims.
+fn own_folder() -> PathBuf {
+    let user = geteuid();
+    match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(runtime) if !runtime.is_empty() => PathBuf::from(runtime).join("tombolo-net"),
+        _ if user.is_root() => "/run/tombolo-net".into(),
+        _ => std::env::temp_dir().join(format!("tombolo-net-{}", user.as_raw())),
     }
-    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
-    let left = end.saturating_duration_since(Instant::now());
-    match poll(&mut fds, Some(&Timespec::try_from(left).map_err(io::Error::other)?)) {
-        Ok(0) => Ok(false),
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(true),
-        Err(err) => Err(err.into()),
+}
+
+/// Makes the folder of claims if it is not there.
+///
+/// # Errors
+/// It can't be made, or others can change it: they could hold claims then. `WouldBlock`: its last claim has just ended.
+fn make(folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
+        Err(err) if err.kind() != io::ErrorKind::AlreadyExists => return Err(err),
+        _ => {}
     }
+    let meta = fs::symlink_metadata(folder).map_err(or_gone)?;
+    if meta.is_dir() && meta.uid() == geteuid().as_raw() && meta.mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    Err(io::Error::other(format!("{} is not a folder that only its user can open", folder.display())))
+}
+
+/// Returns the name of the claim on these ports.
+fn name(tcp: &[String], udp: &[String]) -> String {
+    let mut hasher = DefaultHasher::new();
+    (tcp, udp).hash(&mut hasher);
+    let namespace = fs::metadata("/proc/self/ns/net").map_or(0, |meta| meta.ino());
+    format!("{namespace:x}-{:016x}", hasher.finish())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
-    fn claim(port: &str) -> Option<Claim> {
-        Claim::wait(&[format!("{}/{port}", std::process::id())], &[]).unwrap()
+    fn claim(folder: &Path, port: &str) -> Option<Claim> {
+        Claims::new().wait_in(folder, &[port.to_owned()], &[])
     }
 
     #[test]
     fn of_several_that_want_the_same_ports_one_has_the_claim_at_a_time() {
-        let first = claim("8080:80").unwrap();
-        let _other = claim("8081:80").unwrap();
-        let holders = std::sync::atomic::AtomicUsize::new(1);
+        let dir = tempfile::tempdir().unwrap();
+        let folder = &dir.path().join("claims");
+        let first = claim(folder, "8080:80").unwrap();
+        let other = claim(folder, "8081:80").unwrap();
+        let holders = AtomicUsize::new(1);
         std::thread::scope(|s| {
             for _ in 0..4 {
                 s.spawn(|| {
-                    let claim = claim("8080:80").unwrap();
-                    assert_eq!(holders.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
-                    holders.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+                    let claim = claim(folder, "8080:80").unwrap();
+                    assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0);
+                    holders.fetch_sub(1, Ordering::SeqCst);
                     drop(claim);
                 });
             }
-            holders.store(0, std::sync::atomic::Ordering::SeqCst);
+            holders.store(0, Ordering::SeqCst);
             drop(first);
         });
+        drop(other);
+        assert!(!folder.exists(), "left behind");
     }
 
     #[test]
-    fn a_claim_that_a_running_switch_holds_is_given_up_after_a_while() {
-        let _held = claim("9090:90").unwrap();
-        assert!(claim("9090:90").is_none());
+    fn all_claims_of_a_start_that_a_running_switch_holds_are_given_up_after_one_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = &dir.path().join("claims");
+        let ports: Vec<_> = (0..8).map(|n| format!("{n}:80")).collect();
+        let _held: Vec<_> = ports.iter().map(|port| claim(folder, port).unwrap()).collect();
+        let begun = Instant::now();
+        let mut claims = Claims::new();
+        for port in ports {
+            assert!(claims.wait_in(folder, &[port], &[]).is_none());
+        }
+        assert!(begun.elapsed() >= LONGEST, "the holders could have ended");
+        assert_eq!(claims.0, Duration::ZERO);
+        assert!(claims.wait_in(folder, &["9090:90".into()], &[]).is_some(), "a free one takes no time");
+    }
+
+    #[test]
+    fn a_folder_that_others_can_enter_or_a_link_to_one_has_no_claims_and_costs_no_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, link) = (dir.path().join("folder"), dir.path().join("link"));
+        fs::create_dir(&folder).unwrap();
+        std::os::unix::fs::symlink(&folder, &link).unwrap();
+        let has = |folder: &Path| {
+            let mut claims = Claims::new();
+            let has = claims.wait_in(folder, &["8080:80".into()], &[]).is_some();
+            assert!(has || claims.0 > LONGEST / 2, "{:?} left", claims.0);
+            has
+        };
+        fs::set_permissions(&folder, PermissionsExt::from_mode(0o711)).unwrap();
+        assert!(!has(&folder));
+        fs::set_permissions(&folder, PermissionsExt::from_mode(0o700)).unwrap();
+        assert!(!has(&link));
+        assert!(!has(&dir.path().join("missing/folder")));
+        assert!(has(&folder));
     }
 }

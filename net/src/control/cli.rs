@@ -251,6 +251,17 @@ fn print(text: &str) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Returns `limit` with as many descriptors as it allows. The kernel refuses a limit above `most`, its own (fs.nr_open), even if it had
+/// been set when that was higher.
+fn descriptors(limit: Rlimit, most: Option<u64>) -> Rlimit {
+    let maximum = match (limit.maximum, most) {
+        (Some(hard), Some(most)) => Some(hard.min(most)),
+        (None, most) => most,
+        (hard, None) => hard,
+    };
+    Rlimit { current: maximum, maximum }
+}
+
 /// Runs a switch until a signal comes.
 fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(
@@ -259,8 +270,10 @@ fn serve(config: &Config) -> anyhow::Result<ExitCode> {
     );
     log::open();
     // Each port's front-end passes up to a hundred descriptors.
-    let limit = rustix::process::getrlimit(Resource::Nofile);
-    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+    let most = std::fs::read_to_string("/proc/sys/fs/nr_open").ok().and_then(|text| text.trim().parse().ok());
+    let limit = descriptors(rustix::process::getrlimit(Resource::Nofile), most);
+    rustix::process::setrlimit(Resource::Nofile, limit)
+        .with_context(|| format!("the limit of open files can't be set to {:?}", limit.current))?;
     // Blocked before any thread starts, so that only sigwait receives them.
     // SAFETY: a local set, filled by the calls that are made for that.
     let signals = unsafe {
@@ -365,4 +378,22 @@ pub(crate) fn columns<const N: usize>(rows: &[[String; N]], right: impl Fn(usize
         text.push('\n');
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_of_open_files_above_the_kernels_own_is_lowered_to_that() {
+        let raised = |soft, hard, most| {
+            let limit = descriptors(Rlimit { current: soft, maximum: hard }, most);
+            assert_eq!(limit.current, limit.maximum);
+            limit.current
+        };
+        assert_eq!(raised(Some(1024), Some(4096), Some(1 << 20)), Some(4096));
+        assert_eq!(raised(Some(1024), Some(1 << 20), Some(4096)), Some(4096));
+        assert_eq!(raised(Some(1024), None, Some(4096)), Some(4096));
+        assert_eq!(raised(Some(1024), Some(4096), None), Some(4096));
+    }
 }

@@ -25,7 +25,7 @@ use crate::forwarding::view::Attached;
 use crate::forwarding::worker::{Pace, Worker};
 use crate::ports::endpoint::{Endpoint, Stop};
 use crate::ports::port::Port;
-use crate::uplink::{Opened, Uplink};
+use crate::uplink::Opened;
 use crate::vring::features::{OFFERED, PLAIN};
 
 /// The largest number of workers.
@@ -34,6 +34,13 @@ const MAX_WORKERS: usize = 64;
 /// Timeout for the end of a port's thread. None of its operations takes long, except that closing a descriptor from a
 /// front-end may take for ever if it is a file of a FUSE file system.
 const END: Duration = Duration::from_secs(2);
+
+/// Ends a process whose ports would be served no more. Another is started in its place, to which their front-ends connect.
+fn give_up(why: &str) -> ! {
+    tracing::error!("the switch ends: {why}");
+    crate::control::log::finish();
+    std::process::abort()
+}
 
 /// A port that is served.
 struct Served {
@@ -60,6 +67,9 @@ impl Served {
         }
     }
 }
+
+/// A port or uplink that is in no view any more, and its thread.
+pub(crate) struct Detached(Option<Served>);
 
 /// A running switch.
 pub struct Daemon {
@@ -156,8 +166,11 @@ impl Daemon {
             };
             let worker = Worker::new(self.switch.clone(), index, pace, self.stop.clone())?;
             self.spawn(&format!("net-worker-{index}"), move || {
-                if let Err(err) = worker.run() {
-                    tracing::error!("worker {index} ended: {err}");
+                let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| worker.run()));
+                match ended {
+                    Ok(Ok(())) => {}
+                    Ok(Err(err)) => give_up(&format!("worker {index} ended: {err}")),
+                    Err(_) => give_up(&format!("worker {index} panicked")),
                 }
             })?;
         }
@@ -217,8 +230,12 @@ impl Daemon {
             Told::Port(id, config) => (id, fd.map(|source| self.add_port(&config, source))),
             Told::Uplink(id, config, opened) => (id, fd.map(|fd| self.add_uplink(&config, opened, fd))),
             Told::Asked(request) => {
+                let removed = match &request {
+                    Request::Remove { name } => Some(self.detach(name)),
+                    _ => None,
+                };
                 if let Some(fd) = fd {
-                    self.answer(fd.into(), request);
+                    self.answer(fd.into(), request, removed);
                 }
                 return None;
             }
@@ -239,10 +256,15 @@ impl Daemon {
     }
 
     /// Answers a request in a thread of its own, since a capture lasts.
-    fn answer(self: &Arc<Self>, stream: UnixStream, request: Request) {
+    fn answer(
+        self: &Arc<Self>,
+        stream: UnixStream,
+        request: Request,
+        removed: Option<anyhow::Result<Detached>>,
+    ) {
         let daemon = self.clone();
         let spawned = std::thread::Builder::new().name("net-answer".into()).spawn(move || {
-            if let Err(err) = socket::answer(&daemon, stream, request) {
+            if let Err(err) = socket::answer(&daemon, stream, request, removed) {
                 tracing::debug!("control connection: {err}");
             }
         });
@@ -323,39 +345,45 @@ impl Daemon {
         self.switch.settle(|| self.is_stopping() || Instant::now() > end);
     }
 
-    /// Removes a port or an uplink.
+    /// Takes a port or an uplink out of the view. Called in the order of the keeper's messages: a later port of the same name is another
+    /// one.
     ///
     /// # Errors
     /// There is none of that name.
-    pub fn remove(&self, name: &str) -> anyhow::Result<()> {
+    pub(crate) fn detach(&self, name: &str) -> anyhow::Result<Detached> {
         if let Some(part) = self.services.part(name) {
             anyhow::bail!("port {name} is the switch's own service; leave {part} out of its configuration");
         }
-        let served = {
-            let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
-            let view = self.switch.view();
-            let attached = view.ports().iter().find(|a| a.port.name() == name);
-            let attached = attached.with_context(|| {
-                format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
-            })?;
-            self.services.take(&attached.policy.macs);
-            self.switch.detach(&attached.port);
-            list.iter().position(|s| s.name == name).map(|at| list.remove(at))
-        };
-        if let Some(served) = served {
+        let mut list = self.served.lock().unwrap_or_else(PoisonError::into_inner);
+        let view = self.switch.view();
+        let attached = view.ports().iter().find(|a| a.port.name() == name);
+        let attached = attached.with_context(|| {
+            format!("port {name}: there is none of that name; 'tombolo net ports' lists them")
+        })?;
+        self.services.take(&attached.policy.macs);
+        self.switch.detach(&attached.port);
+        let served = list.iter().position(|s| s.name == name).map(|at| list.remove(at));
+        if let Some(served) = &served {
+            served.stop.now();
+        }
+        Ok(Detached(served))
+    }
+
+    /// Waits for the end of a port's thread, and until no worker uses the port.
+    pub(crate) fn end(&self, detached: Detached) {
+        if let Some(served) = detached.0 {
             served.end();
         }
         self.settle();
-        Ok(())
     }
 
     fn add_uplink(&self, config: &UplinkConfig, opened: Opened, fd: OwnedFd) -> anyhow::Result<()> {
         self.check_name(&config.name)?;
-        let link = opened.link(fd).with_context(|| format!("uplink {}", config.name))?;
+        let uplink = opened.uplink(fd).with_context(|| format!("uplink {}", config.name))?;
         self.switch.attach(Attached {
             port: Arc::new(Port::new(&config.name, 1)),
             policy: Arc::new(config.into()),
-            uplink: Some(Arc::new(Uplink::new(link))),
+            uplink: Some(Arc::new(uplink)),
             capture: None,
         })?;
         Ok(())
@@ -363,8 +391,7 @@ impl Daemon {
 
     /// Gives the uplink `name` another device, if it is still there.
     fn renew_uplink(&self, name: &str, opened: Opened, fd: OwnedFd) -> anyhow::Result<()> {
-        let link = opened.link(fd).with_context(|| format!("uplink {name}"))?;
-        let uplink = Arc::new(Uplink::new(link));
+        let uplink = Arc::new(opened.uplink(fd).with_context(|| format!("uplink {name}"))?);
         // The same ports contain no duplicate.
         let _never = self.switch.edit(|ports| {
             if let Some(a) = ports.iter_mut().find(|a| a.port.name() == name && a.uplink.is_some()) {

@@ -4,7 +4,7 @@
 //! - [`config`]: the user's settings; [`daemon`]: the running switch; [`sandbox`]: the rights that it gives up.
 //! - `services`: its own [services](crate::service), and the addresses that they give to guests.
 //! - [`keeper`]: the process that keeps the rights to open things, at the other end of a [`link`]. `uplinks`: their devices; `passt`: its
-//!   connections to passt; `claim`: the order in which several keepers have the same ports of the host.
+//!   connections to passt; `seclusion`: the options that keep its guest from the host's loopback; `claim`: the order in which several keepers have the same ports of the host.
 //! - `log`: the messages of both.
 //! - [`cli`] and [`socket`]: commands; [`metrics`]: counters for Prometheus; [`top`]: counters for users.
 
@@ -18,6 +18,7 @@ mod log;
 pub mod metrics;
 pub(crate) mod passt;
 pub mod sandbox;
+pub(crate) mod seclusion;
 mod services;
 pub mod socket;
 pub mod top;

@@ -16,9 +16,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::control::claim::Claim;
+use crate::control::claim::{Claim, Claims};
+use crate::control::seclusion::Seclusion;
 use crate::event::Event;
 use crate::ports::endpoint;
+use crate::uplink::Opened;
+use crate::uplink::loopback::Mapping;
 
 /// The pause after the first failure. Each further one doubles it, up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -31,8 +34,21 @@ const LASTING: Duration = Duration::from_secs(10);
 pub(crate) enum Source {
     /// The socket of a passt that the user has started.
     Socket(PathBuf),
-    /// A program that is started for each connection and ends with it. It forwards these TCP and UDP ports of the host.
-    Program(PathBuf, Vec<String>, Vec<String>),
+    /// A program that is started for each connection and ends with it.
+    Program(Program),
+}
+
+/// A passt to be started.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    /// The file that is run.
+    pub path: PathBuf,
+    /// The TCP ports of the host that it forwards, as its option -t takes them.
+    pub tcp: Vec<String>,
+    /// The UDP ports, as its option -u takes them.
+    pub udp: Vec<String>,
+    /// The guest reaches the host's loopback addresses at its gateway's.
+    pub host_loopback: bool,
 }
 
 /// A connection to passt.
@@ -42,6 +58,8 @@ pub(crate) struct Connection {
     socket: OwnedFd,
     /// passt, if the keeper has started it.
     child: Option<Child>,
+    /// What passt maps to the host's loopback, which the guest may not use.
+    mapping: Option<Mapping>,
     since: Instant,
 }
 
@@ -55,27 +73,29 @@ pub(crate) struct Opening {
 }
 
 impl Source {
-    /// Makes the first connection, once no other passt of this user has the same ports of the host.
+    /// Makes the first connection, once no other passt of this user has the same ports of the host, or `claims` have no time left.
     ///
     /// # Errors
     /// No process listens at the socket, or the program can't be started.
-    pub fn open(self) -> io::Result<Opening> {
+    pub fn open(self, claims: &mut Claims) -> io::Result<Opening> {
         let claim = match &self {
-            Self::Program(_, tcp, udp) if !tcp.is_empty() || !udp.is_empty() => Claim::wait(tcp, udp)?,
+            Self::Program(Program { tcp, udp, .. }) if !tcp.is_empty() || !udp.is_empty() => {
+                claims.wait(tcp, udp)
+            }
             _ => None,
         };
         Ok(Opening { connection: self.connect()?, source: self, claim })
     }
 
     fn connect(&self) -> io::Result<Connection> {
-        let (socket, child) = match self {
-            Self::Socket(path) => (to(path)?, None),
-            Self::Program(program, tcp, udp) => {
-                let (socket, child) = start(program, tcp, udp)?;
-                (socket, Some(child))
+        let (socket, child, mapping) = match self {
+            Self::Socket(path) => (to(path)?, None, None),
+            Self::Program(program) => {
+                let (socket, child, mapping) = program.start()?;
+                (socket, Some(child), mapping)
             }
         };
-        Ok(Connection { socket, child, since: Instant::now() })
+        Ok(Connection { socket, child, mapping, since: Instant::now() })
     }
 }
 
@@ -87,33 +107,47 @@ fn to(path: &Path) -> io::Result<OwnedFd> {
     })
 }
 
-/// Starts `program`, which ends with the connection and forwards these ports of the host.
-fn start(program: &Path, tcp: &[String], udp: &[String]) -> io::Result<(OwnedFd, Child)> {
-    let (own, theirs) = UnixStream::pair()?;
-    let theirs = OwnedFd::from(theirs);
-    let number = theirs.as_raw_fd();
-    let mut command = Command::new(program);
-    command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
-    for (option, ports) in [("-t", tcp), ("-u", udp)] {
-        for port in ports {
-            command.args([option, port]);
+impl Program {
+    /// Starts it; it ends with the connection. Returns the mapping by which the guest would reach the host's loopback.
+    fn start(&self) -> io::Result<(OwnedFd, Child, Option<Mapping>)> {
+        let (own, theirs) = UnixStream::pair()?;
+        let theirs = OwnedFd::from(theirs);
+        let number = theirs.as_raw_fd();
+        let mut command = Command::new(&self.path);
+        command.args(["--foreground", "--quiet", "--fd", &number.to_string()]).stdin(Stdio::null());
+        for (option, ports) in [("-t", &self.tcp), ("-u", &self.udp)] {
+            for port in ports {
+                command.args([option, port]);
+            }
         }
+        let mapping = if self.host_loopback {
+            None
+        } else {
+            let way = Seclusion::of(&self.path, &self.udp);
+            command.args(way.options());
+            way.into_mapping()
+        };
+        // SAFETY: between fork and exec, one system call that is safe there.
+        unsafe {
+            command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
+                -1 => Err(io::Error::last_os_error()),
+                _ => Ok(()),
+            });
+        }
+        let child = command.spawn().map_err(|err| {
+            let text = format!("{} can't be started: {err}; install the package passt", self.path.display());
+            io::Error::new(err.kind(), text)
+        })?;
+        Ok((own.into(), child, mapping))
     }
-    // SAFETY: between fork and exec, one system call that is safe there.
-    unsafe {
-        command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
-            -1 => Err(io::Error::last_os_error()),
-            _ => Ok(()),
-        });
-    }
-    let child = command.spawn().map_err(|err| {
-        let text = format!("{} can't be started: {err}; install the package passt", program.display());
-        io::Error::new(err.kind(), text)
-    })?;
-    Ok((own.into(), child))
 }
 
 impl Opening {
+    /// Returns what the switch must know of the connection.
+    pub fn opened(&self) -> Opened {
+        Opened::Passt(self.connection.mapping.clone())
+    }
+
     /// Returns the connection's socket, for the switch.
     ///
     /// # Errors
@@ -126,7 +160,7 @@ impl Opening {
     ///
     /// # Errors
     /// No descriptor or thread is left.
-    pub fn keep(self, uplink: &str, pass_on: impl Fn(&OwnedFd) + Send + 'static) -> io::Result<Kept> {
+    pub fn keep(self, uplink: &str, pass_on: impl Fn(Opened, &OwnedFd) + Send + 'static) -> io::Result<Kept> {
         let Self { source, connection, claim } = self;
         let stop = Arc::new(Event::new()?);
         let (begin, begun) = mpsc::channel();
@@ -194,7 +228,13 @@ impl Drop for Kept {
     }
 }
 
-fn keep(uplink: &str, source: &Source, mut connection: Connection, stop: &Event, pass_on: &dyn Fn(&OwnedFd)) {
+fn keep(
+    uplink: &str,
+    source: &Source,
+    mut connection: Connection,
+    stop: &Event,
+    pass_on: &dyn Fn(Opened, &OwnedFd),
+) {
     let mut pause = FIRST_PAUSE;
     while connection.outlast(stop) {
         if connection.since.elapsed() >= LASTING {
@@ -212,7 +252,7 @@ fn keep(uplink: &str, source: &Source, mut connection: Connection, stop: &Event,
                 Err(err) => tracing::error!("uplink {uplink}: {err}; the next try is in {pause:?}"),
             }
         };
-        pass_on(&connection.socket);
+        pass_on(Opened::Passt(connection.mapping.clone()), &connection.socket);
     }
 }
 

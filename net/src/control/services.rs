@@ -18,9 +18,9 @@ use crate::service::{Announcer, Lease, Leases, Responder, Service, querier};
 use crate::uplink::Uplink;
 
 /// The services' ports.
-const DHCP: &str = "dhcp";
-const IPV6: &str = "ipv6";
-const QUERIER: &str = "querier";
+const DHCP: &str = "switch.dhcp";
+const IPV6: &str = "switch.ipv6";
+const QUERIER: &str = "switch.querier";
 
 /// The services of a switch.
 pub(crate) struct Services {

@@ -2,7 +2,7 @@
 //! The control socket: one request per connection, a line of JSON; the answer is a line of JSON, for a capture followed
 //! by pcapng until one side closes.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use serde::de::DeserializeOwned;
 use tombolo_control::net::{Answer, Done, Ports};
 
 use crate::control::config::{PortConfig, UplinkConfig};
-use crate::control::daemon::Daemon;
+use crate::control::daemon::{Daemon, Detached};
 use crate::control::metrics::{queriers, status};
 use crate::forwarding::capture::Capture;
 
 /// Longest request.
-const MAX_REQUEST: u64 = 64 << 10;
-/// Timeout for a request, and for each write of an answer.
+const MAX_REQUEST: usize = 64 << 10;
+/// Time for all of a request, and for each write of an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which a capture is written out.
 const CAPTURE_EVERY: Duration = Duration::from_millis(20);
@@ -29,10 +29,16 @@ pub type Request = tombolo_control::net::Request<PortConfig, UplinkConfig>;
 
 /// Reads the request of a connection.
 pub(crate) fn read(stream: &UnixStream) -> io::Result<anyhow::Result<Request>> {
-    stream.set_read_timeout(Some(TIMEOUT))?;
     stream.set_write_timeout(Some(TIMEOUT))?;
-    let mut line = String::new();
-    BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
+    let read = tombolo_control::socket::read_line(&mut BufReader::new(stream), MAX_REQUEST, Some(TIMEOUT));
+    let line = match read {
+        Ok(line) => line,
+        // Too long, too late, or no text: the user hears of it, if there is one.
+        Err(err) if matches!(err.kind(), io::ErrorKind::InvalidData | io::ErrorKind::TimedOut) => {
+            return Ok(Err(anyhow::anyhow!("invalid request: {err}")));
+        }
+        Err(err) => return Err(err),
+    };
     Ok(serde_json::from_str(&line).map_err(|err| anyhow::anyhow!("invalid request: {err}")))
 }
 
@@ -41,8 +47,13 @@ pub(crate) fn reply<T: Serialize>(mut stream: &UnixStream, answer: &Answer<T>) -
     writeln!(stream, "{}", serde_json::to_string(answer)?)
 }
 
-/// Answers one connection.
-pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request) -> io::Result<()> {
+/// Answers one connection. `removed`: what [`Request::Remove`] took out of the view.
+pub(crate) fn answer(
+    daemon: &Arc<Daemon>,
+    stream: UnixStream,
+    request: Request,
+    removed: Option<anyhow::Result<Detached>>,
+) -> io::Result<()> {
     let outcome = match request {
         Request::Ports => {
             return reply(
@@ -54,7 +65,10 @@ pub(crate) fn answer(daemon: &Arc<Daemon>, stream: UnixStream, request: Request)
                 }),
             );
         }
-        Request::Remove { name } => daemon.remove(&name),
+        Request::Remove { .. } => removed.into_iter().try_for_each(|detached| {
+            daemon.end(detached?);
+            Ok(())
+        }),
         Request::Capture { name, snap } => return capture(daemon, stream, &name, snap),
         Request::Add { .. } | Request::AddUplink { .. } => {
             Err(anyhow::anyhow!("ports and uplinks come from the keeper"))

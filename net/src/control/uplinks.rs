@@ -4,8 +4,9 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use crate::control::claim::Claims;
 use crate::control::config::{UplinkConfig, Way};
-use crate::control::passt::{Opening, Source};
+use crate::control::passt::{Opening, Program, Source};
 use crate::uplink::Opened;
 use crate::uplink::packet::Packet;
 use crate::uplink::tap::Tap;
@@ -14,7 +15,10 @@ use crate::uplink::tap::Tap;
 ///
 /// # Errors
 /// Names the device and the remedy.
-pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option<Opening>)> {
+pub(crate) fn open(
+    config: &UplinkConfig,
+    claims: &mut Claims,
+) -> io::Result<(Opened, OwnedFd, Option<Opening>)> {
     let source = match config.way.clone() {
         Way::Tap(name) => {
             let (offloads, fd) = Tap::open(&name)?;
@@ -22,8 +26,13 @@ pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option
         }
         Way::Interface(name) => return Ok((Opened::Packet, Packet::open(&name)?, None)),
         Way::Passt(path) => Source::Socket(path),
-        Way::User(program) => Source::Program(program, config.tcp_ports.clone(), config.udp_ports.clone()),
+        Way::User(path) => Source::Program(Program {
+            path,
+            tcp: config.tcp_ports.clone(),
+            udp: config.udp_ports.clone(),
+            host_loopback: config.host_loopback,
+        }),
     };
-    let opening = source.open()?;
-    Ok((Opened::Passt, opening.socket()?, Some(opening)))
+    let opening = source.open(claims)?;
+    Ok((opening.opened(), opening.socket()?, Some(opening)))
 }

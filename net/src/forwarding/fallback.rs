@@ -107,36 +107,51 @@ pub(crate) fn finish(
     Done::Ended
 }
 
+/// The descriptors of a receiver's chains of several that are read for one frame in one turn. A receiver that gives each segment a chain
+/// of a thousand buffers would keep other ports waiting.
+const EFFORT: usize = 4096;
+
 /// Finishes a frame for the guest at `dest`, whose ring is open.
 #[inline(never)]
 pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) -> Done {
     let mut failed = None;
+    sender.resume_at(dest);
+    // A mirror's copy never waits.
+    let most = if sender.mirroring { usize::MAX } else { EFFORT };
     let mut progress = sender.progress;
     let (view, flow) = (sender.view, sender.flow);
+    let mut read = 0;
     let done = {
         let Ok(open) = sender.opens.get(view, dest, flow) else { return Done::Dropped(Reason::Down) };
-        finish(sender.buffers, &mut progress, frame, |piece| match put(&mut open.guard, piece) {
-            Put::Done => {
-                open.packets += 1;
-                open.bytes += u64::from(piece.len);
-                if let Some(capture) = &view.ports()[dest].capture {
-                    capture.take(piece, Direction::ToGuest);
-                }
-                Done::Taken
+        finish(sender.buffers, &mut progress, frame, |piece| {
+            if read >= most {
+                return Done::Again;
             }
-            other => {
-                failed = Some(other);
-                Done::Again
+            let put = put(&mut open.guard, piece);
+            read += open.guard.window.take_effort();
+            match put {
+                Put::Done => {
+                    open.packets += 1;
+                    open.bytes += u64::from(piece.len);
+                    if let Some(capture) = &view.ports()[dest].capture {
+                        capture.take(piece, Direction::ToGuest);
+                    }
+                    Done::Taken
+                }
+                other => {
+                    failed = Some(other);
+                    Done::Again
+                }
             }
         })
     };
     sender.progress = progress;
+    sender.read(read);
     match failed {
         Some(why) => sender.not_put(dest, why),
+        None if done == Done::Again => sender.pause(dest),
         None => {
-            if done != Done::Again {
-                sender.mirror(dest, frame);
-            }
+            sender.mirror(dest, frame);
             done
         }
     }

@@ -17,7 +17,7 @@ use crate::forwarding::deliver::{Frame, LONG};
 use crate::forwarding::fallback::Buffers;
 use crate::forwarding::held::{Held, Progress};
 use crate::forwarding::learn;
-use crate::forwarding::opens::Opens;
+use crate::forwarding::opens::{self, Opens};
 use crate::forwarding::view::View;
 use crate::frames::frame::{DATA_VALID, ETH_HEADER, GSO_NONE, MAX_FRAME, NET_HEADER, NetHeader};
 use crate::frames::headers::{self, Headers, LOOK};
@@ -40,12 +40,20 @@ const AHEAD: usize = 8;
 /// receivers, or is segmented, counts once per copy, and [`EACH`] more.
 const WORK: u64 = 512 << 10;
 const EACH: u64 = 256;
+/// The same for a port that gets a flooded frame: a system call may have to interrupt its driver.
+const FLOODED: u64 = 4 << 10;
+/// The same for a descriptor of a chain of several, of the sender's or a receiver's, and for a buffer of the sender's in each copy.
+const DESCRIPTOR: u64 = 64;
+/// The same for a change of multicast groups that a frame reports.
+const REPORTED: u64 = 4 << 10;
 
 /// The result of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// Nothing to do.
     Idle,
+    /// Another thread has the queue: there may be something to do.
+    Busy,
     /// So many frames were taken.
     Worked(usize),
     /// So many frames were taken, and the next waits for its receiver.
@@ -143,22 +151,21 @@ impl Forwarder {
         if let Some(uplink) = &attached.uplink {
             return crate::uplink::pass(self, view, src, uplink, now);
         }
-        let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Idle };
+        let Some(mut tx) = attached.port.tx(queue).try_lock() else { return Pass::Busy };
         if let Err(pass) = fetch(&mut tx) {
             return pass;
         }
         let credits = std::mem::take(&mut tx.credits);
         let mut sender = Sender::new(self, view, src, queue, now, credits);
+        sender.read(tx.window.take_effort());
         let (taken, waits) = sender.batch(&mut tx);
-        let held = sender.held.take();
         // Receivers first: a frame must not be done for the sender before the receiver can see it.
-        let (credits, tally) = (sender.opens.finish(), sender.tally);
-        tx.credits = credits;
+        tx.credits = sender.opens.finish();
         if waits {
-            tx.held = held;
+            tx.held = sender.held.take();
         }
         complete(&mut tx, taken);
-        tally.count(tx.counters());
+        sender.tally.count(tx.counters());
         if taken > 0 {
             tx.publish();
         }
@@ -296,7 +303,8 @@ impl<'a, 'w> Sender<'a, 'w> {
         for chain in tx.window.chains().iter().take(AHEAD) {
             prefetch_front(tx, chain, head);
         }
-        if let Some(held) = tx.held.take() {
+        // Moved only if there is one: it is a few hundred bytes.
+        if let Some(held) = tx.held.is_some().then(|| tx.held.take()).flatten() {
             let chain = tx.window.chains()[0];
             if !self.again(&held, tx.window.segments(&chain), tx.counters()) {
                 return (0, true);
@@ -395,7 +403,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             }
         }
         if self.watched {
-            self.mirror(self.src, frame);
+            self.mirror_sent(frame, VlanTag::OPEN);
         }
         self.deliver(frame, VlanTag::OPEN)
     }
@@ -416,7 +424,7 @@ impl<'a, 'w> Sender<'a, 'w> {
             Ok(tag) => tag,
             Err(reason) => return Done::Dropped(reason),
         };
-        self.mirror(self.src, &frame);
+        self.mirror_sent(&frame, tag);
         let done = self.deliver(&frame, tag);
         if done == Done::Again {
             self.keep(&frame, index, tag);
@@ -428,16 +436,19 @@ impl<'a, 'w> Sender<'a, 'w> {
     fn admit(&mut self, frame: &mut Frame<'_>) -> Result<VlanTag, Reason> {
         let policy = self.policy;
         let headers = Headers::parse(frame.prefix, frame.len);
+        let entered = vlan::enter(policy, &headers).ok_or(Reason::Vlan);
         if policy.learn > 0 && !headers::source(frame.prefix).is_some_and(|mac| policy.macs.contains(&mac)) {
             let (_, from) = addresses(frame.prefix);
-            learn::learn(self.view, self.src, from, self.now)?;
+            learn::learn(self.view, self.src, from, entered?, frame.prefix, self.now)?;
         }
         if policy.uplink && !self.view.learners().is_empty() {
-            let (_, from) = addresses(frame.prefix);
-            learn::note_outside(self.view, self.src, from, self.now);
+            if let Ok(tag) = entered {
+                let (_, from) = addresses(frame.prefix);
+                learn::note_outside(self.view, self.src, from, tag, frame.prefix, self.now);
+            }
         }
         spoof::check(policy, &headers, frame.prefix)?;
-        let tag = vlan::enter(policy, &headers).ok_or(Reason::Vlan)?;
+        let tag = entered?;
         let asked = frame.header;
         (frame.header, frame.layers) =
             offload::wanted(&asked, &headers, frame.prefix, frame.len).ok_or(Reason::Header)?;
@@ -470,6 +481,36 @@ impl<'a, 'w> Sender<'a, 'w> {
         self.tally.bytes + self.work < WORK
     }
 
+    /// Returns whether the pass may go on with a flooded frame of `len` bytes that `receivers` ports got in it.
+    pub fn may_flood(&self, receivers: u64, len: u32) -> bool {
+        let frame = self.progress.ends * (u64::from(len) + EACH) + receivers * FLOODED;
+        self.tally.bytes + self.work + frame < WORK
+    }
+
+    /// Charges the pass for descriptors of chains of several, or for buffers that a copy is made of.
+    #[inline(always)]
+    pub fn read(&mut self, descriptors: usize) {
+        self.work += descriptors as u64 * DESCRIPTOR;
+    }
+
+    /// Charges the pass for the changes of multicast groups in a report.
+    pub fn reported(&mut self, changes: u64) {
+        self.work += changes * REPORTED;
+    }
+
+    /// Charges the pass for the ports that got a flooded frame.
+    pub fn flooded(&mut self, receivers: u64) {
+        self.work += receivers * FLOODED;
+    }
+
+    /// Called before a frame is segmented for the port at `dest`: the segments that another port has had, which the frame waited for and
+    /// which has gone, don't count.
+    pub fn resume_at(&mut self, dest: usize) {
+        if self.progress.resume > 0 && self.receiver != opens::key(self.view, dest) {
+            self.progress.resume = 0;
+        }
+    }
+
     /// Keeps an admitted frame that is to be tried again.
     #[cold]
     fn keep(&mut self, frame: &Frame<'_>, index: usize, tag: VlanTag) {
@@ -479,8 +520,10 @@ impl<'a, 'w> Sender<'a, 'w> {
     /// Tries a waiting frame again, with its sender's `segments`. Returns whether it has ended.
     #[cold]
     pub fn again(&mut self, held: &Held, segments: &[Segment], counters: &Counters) -> bool {
-        self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
-        self.progress = held.progress;
+        if !held.progress.paused {
+            self.opens.credits.wait(held.receiver, self.now.saturating_sub(held.since), self.now);
+        }
+        self.progress = Progress { paused: false, ..held.progress };
         self.receiver = held.receiver;
         let done = self.deliver(&held.frame(segments), held.tag);
         if done == Done::Again {

@@ -14,12 +14,14 @@ use crate::vring::ring::Segment;
 pub struct Progress {
     /// Segments that its receiver has already, if it is segmented.
     pub resume: usize,
-    /// Position of the next receiver, if it is flooded.
-    pub cursor: usize,
+    /// It is flooded, and the receivers before the one that it waits for have had it.
+    pub begun: bool,
     /// Ends of the frame, as a packet or a drop, beyond those counted.
     pub ends: u64,
     /// It has ended for one receiver and was counted as sent.
     pub counted: bool,
+    /// Its receiver takes more: it waits for the sender's next turn, and no credit pays for that.
+    pub paused: bool,
 }
 
 /// A frame that waits.

@@ -4,11 +4,17 @@
 //! receives frames from. An address that is silent for [`SILENCE_NS`] makes room. The table is the port's own and of fixed
 //! size, so a guest that invents addresses fills only its own. An uplink has a table of [addresses outside](Outside), which is
 //! not used for sending.
+//!
+//! An address is one of its VLAN ([`stations`]): the same one may be a nested VM's on one VLAN and another machine's on the next, and what is
+//! learned on one steers no frame of another. That also holds for the tags that pass among transparent ports, which the switch does
+//! not take for its VLANs.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::forwarding::view::View;
+use crate::frames::headers;
+use crate::frames::vlan::VlanTag;
 use crate::ports::counters::Reason;
 
 /// Most addresses that a port may learn.
@@ -18,7 +24,7 @@ pub const SILENCE_NS: u64 = 300_000_000_000;
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// An address, as [`crate::frames::frame::Mac::key`] has it; 0: none.
+    /// One of the [`stations`]; 0: none.
     key: AtomicU64,
     /// The time of its last frame.
     heard: AtomicU64,
@@ -36,11 +42,22 @@ impl Default for Learned {
     }
 }
 
+/// A station of frames that pass among transparent ports with the tag that they have.
+const OPEN: u64 = 1 << 60;
+
+/// Returns the keys of the address `key` (as [`crate::frames::frame::Mac::key`] has it) in a frame on `tag` that starts with `head`: the
+/// address on the switch's VLAN, and, if the frame may go to transparent ports, the address on the VLAN that its outer tag names there.
+pub fn stations(key: u64, tag: VlanTag, head: &[u8]) -> impl Iterator<Item = u64> + use<> {
+    let on = |vid: u16| key | u64::from(vid) << 48;
+    let closed = tag.vid.map(on);
+    closed.into_iter().chain(tag.open.then(|| on(headers::outer_vid(head)) | OPEN))
+}
+
 /// Held while an address is taken, so that two ports don't take the same one.
 static TAKING: Mutex<()> = Mutex::new(());
 
 impl Learned {
-    /// Returns whether the address is known here and in use at `now`.
+    /// Returns whether the station is known here and in use at `now`.
     #[must_use]
     pub fn has(&self, key: u64, now: u64) -> bool {
         self.find(key).is_some_and(|slot| slot.is_fresh(now))
@@ -108,14 +125,18 @@ impl Outside {
     }
 }
 
-/// Called when the uplink at `src` receives a frame from the address `key`. If a port has learned that address, the port
+/// Called when the uplink at `src` receives a frame on `tag`, which starts with `head`, from the address `key`. If a port has learned that address there, the port
 /// forgets it. No port learns it while the uplink keeps hearing it, nor while the uplink may have forgotten it for want of
 /// room.
-pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
+pub fn note_outside(view: &View, src: usize, key: u64, tag: VlanTag, head: &[u8], now: u64) {
     // No port owns a group's address, nor zero.
     if key & 1 != 0 || key == 0 {
         return;
     }
+    stations(key, tag, head).for_each(|station| note_station(view, src, station, now));
+}
+
+fn note_station(view: &View, src: usize, key: u64, now: u64) {
     let outside = view.ports()[src].port.outside.get_or_init(Outside::default);
     let known = outside.set(key).slots.iter().find(|s| s.key.load(Ordering::Relaxed) == key);
     if let Some(slot) = known.filter(|slot| slot.is_fresh(now)) {
@@ -131,12 +152,14 @@ pub fn note_outside(view: &View, src: usize, key: u64, now: u64) {
     }
 }
 
-/// Returns whether the port at `src` may send from the address `key`, which the configuration doesn't give it. If so, the port
-/// learns it.
+/// Returns whether the port at `src` may send a frame on `tag`, which starts with `head`, from the address `mac`, which the configuration
+/// doesn't give it. If so, the port learns it.
 ///
 /// # Errors
 /// It is another port's, is in use outside, or the port has as many as it may.
-pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> {
+pub fn learn(view: &View, src: usize, mac: u64, tag: VlanTag, head: &[u8], now: u64) -> Result<(), Reason> {
+    // A guest's frame is on a VLAN of the switch or passes among transparent ports.
+    let Some(key) = stations(mac, tag, head).next() else { return Err(Reason::SpoofMac) };
     let own = &view.ports()[src];
     let slots = &own.port.learned.slots[..usize::from(own.policy.learn).min(MAX_LEARNED)];
     let known = || slots.iter().find(|s| s.key.load(Ordering::Relaxed) == key && s.is_fresh(now));
@@ -145,7 +168,7 @@ pub fn learn(view: &View, src: usize, key: u64, now: u64) -> Result<(), Reason> 
         return Ok(());
     }
     // No port owns a group's address, nor zero.
-    if key & 1 != 0 || key == 0 || view.owner(key).is_some() {
+    if mac & 1 != 0 || mac == 0 || view.owner(mac).is_some() {
         return Err(Reason::SpoofMac);
     }
     let _taking = TAKING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -268,7 +268,8 @@ impl Snooping {
         &self.queriers[usize::from(vid) & 0xfff][usize::from(v6)]
     }
 
-    /// Returns the receivers of a flooded frame from the port at `src`. Enters the reports and queries in it.
+    /// Returns the receivers of a flooded frame from the port at `src`. Enters the reports and queries in it, and adds the changes of groups
+    /// that it reports to `changes`.
     #[inline(never)]
     pub(crate) fn audience(
         &self,
@@ -277,6 +278,7 @@ impl Snooping {
         frame: &Frame<'_>,
         tag: VlanTag,
         now: u64,
+        changes: &mut u64,
     ) -> Audience {
         let mut buffer = [0; LOOK];
         let frame = frame.deepened(&mut buffer);
@@ -312,7 +314,7 @@ impl Snooping {
                 let mut buffer = [0; REPORT_LOOK];
                 let whole = frame.deepened(&mut buffer);
                 if let Some(Message::Report(report)) = membership::read(&headers, whole.prefix) {
-                    self.take(&port.groups, &report, (vid, v6), now);
+                    *changes += self.take(&port.groups, &report, (vid, v6), now);
                 }
             }
             Message::Hidden => port.groups.open_from(now),
@@ -322,20 +324,21 @@ impl Snooping {
         if any || acts(v6) { Audience::Routers } else { Audience::All }
     }
 
-    /// Enters a report in a port's groups.
-    fn take(&self, groups: &Groups, report: &Report<'_>, (vid, v6): (u16, bool), now: u64) {
+    /// Enters a report in a port's groups. Returns the number of its changes.
+    fn take(&self, groups: &Groups, report: &Report<'_>, (vid, v6): (u16, bool), now: u64) -> u64 {
         let said = self.querier(vid, v6).lifetime.load(Ordering::Relaxed);
         let until = now.saturating_add(if said == 0 { nanos(OPEN) } else { said });
         let left = now.saturating_add(nanos(LAST_MEMBER));
         let mut changes = 0;
         report.each(|change| {
             changes += 1;
-            match change.filter(|_| changes <= MAX_CHANGES) {
+            match change.filter(|_| changes <= MAX_CHANGES as u64) {
                 Some((group, true)) => groups.join(vid, group, now, until),
                 Some((group, false)) => groups.leave(vid, group, now, left),
                 None => groups.open_until(until),
             }
         });
+        changes
     }
 }
 

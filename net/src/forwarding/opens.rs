@@ -52,7 +52,7 @@ pub(crate) struct Opens<'a> {
 
 /// Returns the number of the port at `dest` in [`Credits`].
 pub(crate) fn key(view: &View, dest: usize) -> usize {
-    std::sync::Arc::as_ptr(&view.ports()[dest].port).addr()
+    view.ports()[dest].port.number()
 }
 
 impl<'a> Opens<'a> {
@@ -62,9 +62,12 @@ impl<'a> Opens<'a> {
 
     /// Releases all rings, and returns the credits with those that the receivers have earned.
     #[inline(always)]
-    pub fn finish(mut self) -> Credits {
+    pub fn finish(&mut self) -> Credits {
         if !self.credits.are_whole() {
             (0..OPEN).for_each(|at| self.shut(at));
+        }
+        for open in &mut self.list {
+            *open = None;
         }
         std::mem::take(&mut self.credits)
     }

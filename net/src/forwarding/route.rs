@@ -6,6 +6,7 @@ use crate::forwarding::capture::Direction;
 use crate::forwarding::deliver::{Frame, Put, put};
 use crate::forwarding::fallback;
 use crate::forwarding::forward::{Done, Sender, addresses};
+use crate::forwarding::learn;
 use crate::forwarding::multicast::Audience;
 use crate::forwarding::opens::{self, NotOpen};
 use crate::frames::frame::{Mac, NEEDS_CSUM};
@@ -34,12 +35,18 @@ impl Sender<'_, '_> {
                 self.give(dest, frame, tag)
             }
             Some(_) => Done::Dropped(Reason::Loop),
-            None => match self.view.learned(to, self.now) {
+            None => match self.learned(to, tag, frame.prefix) {
                 Some(dest) if dest != self.src => self.give(dest, frame, tag),
                 Some(_) => Done::Dropped(Reason::Loop),
                 None => self.upward(frame, tag),
             },
         }
+    }
+
+    /// Returns the position of the port that has learned this address where a frame on `tag` that starts with `head` goes.
+    fn learned(&self, to: u64, tag: VlanTag, head: &[u8]) -> Option<usize> {
+        let mut stations = learn::stations(to, tag, head);
+        stations.find_map(|station| self.view.learned(station, self.now))
     }
 
     /// Gives a frame to an uplink: no port owns its destination.
@@ -148,6 +155,8 @@ impl Sender<'_, '_> {
     /// Hands a frame to one port as it is, or in a form that the port can take.
     #[inline(always)]
     fn hand(&mut self, dest: usize, frame: &Frame<'_>) -> Done {
+        // Each receiver's copy is made of all of the sender's buffers.
+        self.read(frame.rest.len());
         let open = match self.opens.get(self.view, dest, self.flow) {
             Ok(open) => open,
             Err(NotOpen::Uplink) => {
@@ -163,17 +172,31 @@ impl Sender<'_, '_> {
         if !frame.header.is_plain() && !fallback::takes(&open.guard.negotiated, &frame.header) {
             return fallback::hand(self, dest, frame);
         }
-        match put(&mut open.guard, frame) {
+        let put = put(&mut open.guard, frame);
+        let read = open.guard.window.take_effort();
+        match put {
             Put::Done => {
                 open.packets += 1;
                 open.bytes += u64::from(frame.len);
                 if open.watched {
                     self.watch(dest, frame);
                 }
+                self.read(read);
                 Done::Taken
             }
-            other => self.not_put(dest, other),
+            other => {
+                self.read(read);
+                self.not_put(dest, other)
+            }
         }
+    }
+
+    /// Lets the present frame go on at the port at `dest` in the sender's next turn.
+    #[cold]
+    pub fn pause(&mut self, dest: usize) -> Done {
+        self.receiver = opens::key(self.view, dest);
+        self.progress.paused = true;
+        Done::Again
     }
 
     /// Returns whether the present frame waits for the port at `dest` or is dropped for `reason`.
@@ -211,7 +234,8 @@ impl Sender<'_, '_> {
     }
 
     /// Gives a frame to all ports that may have it and, if it is for a multicast group, have joined that. It waits for a
-    /// receiver whose ring another worker holds, but for no buffers: without buffers it is counted as dropped.
+    /// receiver whose ring another worker holds, but for no buffers: without buffers it is counted as dropped. Receivers for which the pass
+    /// has no time left get it in the sender's next turn.
     #[inline(never)]
     fn flood(&mut self, frame: &Frame<'_>, tag: VlanTag) -> Done {
         if frame.prefix.first_chunk().is_some_and(|b| Mac(*b).is_reserved()) {
@@ -220,16 +244,18 @@ impl Sender<'_, '_> {
         let view = self.view;
         let counters = &view.ports()[self.src].port.tx(self.flow).counters;
         let audience = match view.queriers() {
-            Some(queriers) => queriers.audience(view, self.src, frame, tag, self.now),
+            Some(queriers) => {
+                let mut changes = 0;
+                let audience = queriers.audience(view, self.src, frame, tag, self.now, &mut changes);
+                self.reported(changes);
+                audience
+            }
             None => Audience::All,
         };
         let mut unwanted = false;
+        let mut receivers = 0;
         self.flooding = true;
-        // Ports may have come and gone since it waited; the remaining ones keep their order.
-        let cursor = self.progress.cursor;
-        let here = |at: &usize| opens::key(view, *at) == self.receiver;
-        let next = if cursor == 0 { 0 } else { (0..view.ports().len()).find(here).unwrap_or(cursor) };
-        for dest in next..view.ports().len() {
+        for dest in self.next_receiver()..view.ports().len() {
             if dest == self.src || self.policy.uplink && view.ports()[dest].policy.uplink {
                 continue;
             }
@@ -237,6 +263,11 @@ impl Sender<'_, '_> {
                 unwanted = true;
                 continue;
             }
+            if receivers > 0 && !self.may_flood(receivers, frame.len) {
+                self.pause(dest);
+                return self.flood_again(dest, receivers);
+            }
+            let ends = self.progress.ends;
             match self.give(dest, frame, tag) {
                 Done::Taken => self.progress.ends += 1,
                 Done::Ended | Done::Dropped(Reason::Vlan | Reason::Isolated | Reason::Down) => {}
@@ -244,15 +275,13 @@ impl Sender<'_, '_> {
                     counters.drop_one(reason);
                     self.progress.ends += 1;
                 }
-                Done::Again => {
-                    self.progress.cursor = dest;
-                    self.flooding = false;
-                    return Done::Again;
-                }
+                Done::Again => return self.flood_again(dest, receivers),
             }
             self.progress.resume = 0;
+            receivers += u64::from(self.progress.ends > ends);
         }
         self.flooding = false;
+        self.flooded(receivers);
         counters.flooded();
         if self.progress.ends == 0 && !self.progress.counted {
             return Done::Dropped(if unwanted { Reason::Unwanted } else { Reason::Unknown });
@@ -260,11 +289,60 @@ impl Sender<'_, '_> {
         Done::Ended
     }
 
-    /// Gives a copy of a frame that the port at `of` sends or receives to the port that mirrors it, if there is one.
-    /// Copies never wait, and end in counters like other frames.
+    /// Returns the position of the first port that has not had the flooded frame. Ports may have come and gone since it waited; the
+    /// remaining ones keep their order, which is that of their numbers.
+    fn next_receiver(&self) -> usize {
+        let all = 0..self.view.ports().len();
+        if !self.progress.begun {
+            return all.start;
+        }
+        let here = |at: &usize| opens::key(self.view, *at) == self.receiver;
+        let later = |at: &usize| opens::key(self.view, *at) > self.receiver;
+        all.clone().find(here).or_else(|| all.clone().find(later)).unwrap_or(all.end)
+    }
+
+    /// Lets a flooded frame go on at the port at `dest`, which it waits for, when it is tried again.
+    fn flood_again(&mut self, dest: usize, receivers: u64) -> Done {
+        self.progress.begun = dest > 0;
+        self.flooding = false;
+        self.flooded(receivers);
+        Done::Again
+    }
+
+    /// Returns whether the uplink at `dest` gets the frame itself, if it takes it.
+    #[cold]
+    fn leaves_by(&self, dest: usize, frame: &Frame<'_>, tag: VlanTag) -> bool {
+        let may = |up: usize| {
+            let to = &self.view.ports()[up].policy;
+            up != self.src
+                && !self.policy.uplink
+                && !self.view.are_apart(self.src, up)
+                && vlan::leave(to, tag).is_some()
+        };
+        let (to, _) = addresses(frame.prefix);
+        if to & 1 != 0 {
+            return may(dest);
+        }
+        let owned = self.view.owner(to).or_else(|| self.learned(to, tag, frame.prefix));
+        owned.is_none() && self.view.uplinks().iter().copied().find(|up| may(*up)) == Some(dest)
+    }
+
+    /// Gives a copy of a frame that the sender sends to the port that mirrors it, if there is one; not to the uplink by which the frame
+    /// itself leaves.
+    #[cold]
+    pub fn mirror_sent(&mut self, frame: &Frame<'_>, tag: VlanTag) {
+        let by = self.view.mirror(self.src).filter(|to| self.view.uplinks().contains(to));
+        if by.is_none_or(|to| !self.leaves_by(to, frame, tag)) {
+            self.mirror(self.src, frame);
+        }
+    }
+
+    /// Gives a copy of a frame that the port at `of` sends or receives to the port that mirrors it, if there is one, but no uplink one
+    /// of its own frames. Copies never wait, and end in counters like other frames.
     #[cold]
     pub fn mirror(&mut self, of: usize, frame: &Frame<'_>) {
-        let Some(to) = self.view.mirror(of).filter(|_| !self.mirroring) else { return };
+        let own = |to: usize| to == self.src && self.policy.uplink;
+        let Some(to) = self.view.mirror(of).filter(|to| !self.mirroring && !own(*to)) else { return };
         let reserved = frame.prefix.first_chunk().is_some_and(|b| Mac(*b).is_reserved());
         if reserved && self.view.ports()[to].policy.uplink {
             return;

@@ -8,7 +8,6 @@ use crate::frames::frame::Mac;
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("MAC {mac} belongs to two ports; give one of them another")]
 pub struct Duplicate {
-    /// The address.
     pub mac: Mac,
     /// Position of the port that has it.
     pub first: usize,

@@ -66,7 +66,6 @@ impl View {
         let out = |a: &Attached| a.policy.uplink && a.policy.macs.is_empty();
         let uplinks = ports.iter().enumerate().filter(|(_, a)| out(a)).map(|(i, _)| i).collect();
         let learners = ports.iter().enumerate().filter(|(_, a)| a.policy.learn > 0).map(|(i, _)| i).collect();
-        let simple = ports.iter().map(|a| a.policy.is_simple()).collect();
         let mirror_of = |(i, a): (usize, &Attached)| {
             let name = a.policy.mirror.as_ref()?;
             ports.iter().position(|b| b.port.name() == name).filter(|to| *to != i)
@@ -76,6 +75,13 @@ impl View {
         // A port that is not there has no number: then there is none.
         let position = |name: &String| ports.iter().position(|b| b.port.name() == name).unwrap_or(usize::MAX);
         let mates: Vec<_> = ports.iter().map(|a| a.policy.only.as_ref().map(position)).collect();
+        let is_mate = |at: usize, other: usize| mates[at].is_none_or(|mate| mate == other);
+        // A firewall decides by headers, of which it must have a copy: the guest could change the frame.
+        let filtered = |at: usize| {
+            let mut others = ports.iter().enumerate();
+            others.any(|(i, b)| b.uplink.as_ref().is_some_and(|up| up.filters()) && is_mate(i, at))
+        };
+        let simple = ports.iter().enumerate().map(|(i, a)| a.policy.is_simple() && !filtered(i)).collect();
         let open = ports.iter().all(|a| a.policy.vlan == Vlan::Transparent && !a.policy.isolated)
             && !filters.contains(&true)
             && mates.iter().all(Option::is_none);
@@ -107,7 +113,8 @@ impl View {
         self.table.find(key)
     }
 
-    /// Returns the position of the port that uses a MAC without an owner, by its key.
+    /// Returns the position of the port that uses a MAC without an owner on a VLAN, by its key
+    /// ([`stations`](crate::forwarding::learn::stations)).
     #[must_use]
     pub fn learned(&self, key: u64, now: u64) -> Option<usize> {
         self.learners.iter().copied().find(|i| self.ports[*i].port.learned.has(key, now))

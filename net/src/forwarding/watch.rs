@@ -22,7 +22,6 @@ const SIGNAL: libc::c_int = libc::SIGURG;
 struct Pulse {
     /// Its thread; 0: none yet.
     thread: AtomicI32,
-    /// Its passes.
     beats: AtomicU64,
     awake: AtomicBool,
 }

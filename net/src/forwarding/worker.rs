@@ -2,8 +2,8 @@
 //! A worker: a thread that polls the transmit queues it owns while there is work, and sleeps on their eventfds when there has
 //! been none for a while. With several workers, it measures the cost of each queue ([`crate::forwarding::balance`]).
 //!
-//! Before it sleeps, it asks every driver for a kick, fences, and looks once more. Kicks come on edge-triggered descriptors,
-//! so a wake-up costs one system call and no read.
+//! Before it sleeps, it asks every driver for a kick, fences, and looks once more. Kicks and changes come on edge-triggered
+//! descriptors, so a wake-up costs one system call and no read.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -144,6 +144,12 @@ impl Worker {
                     let (port, queue) = self.queues[at];
                     match self.forwarder.pass(&self.view, port, queue, now) {
                         Pass::Idle => continue,
+                        // It is tried again before this worker sleeps: an uplink that was given from one worker to the other would
+                        // not wake it for frames that the other leaves.
+                        Pass::Busy => {
+                            worked = true;
+                            continue;
+                        }
                         Pass::Worked(_) | Pass::Held(_) => {
                             worked = true;
                             if several {
@@ -234,8 +240,10 @@ impl Worker {
         if let Ok(epoll) = Epoll::new() {
             self.epoll = epoll;
         }
-        let wake = self.switch.wake(self.index).as_raw_fd();
-        self.must_poll |= self.epoll.add(wake, false).is_err();
+        let wake = self.switch.wake(self.index);
+        // What it says of later changes is not lost: the generation tells of them, too.
+        wake.clear();
+        self.must_poll |= self.epoll.add(wake.as_raw_fd()).is_err();
         for (i, attached) in self.view.ports().iter().enumerate() {
             for queue in 0..attached.port.pairs() {
                 if attached.port.home(queue) != self.index {
@@ -253,7 +261,7 @@ impl Worker {
                 self.queues.push((i, queue));
                 match &vring.kick {
                     // A queue whose eventfd can't be polled is treated like one without.
-                    Some(kick) if self.epoll.add(kick.as_raw_fd(), true).is_ok() => {}
+                    Some(kick) if self.epoll.add(kick.as_raw_fd()).is_ok() => {}
                     _ => self.must_poll = true,
                 }
             }
@@ -286,7 +294,6 @@ impl Worker {
             self.switch.watch().sleep(self.index);
             self.epoll.wait(if self.must_poll { 1 } else { -1 })?;
             self.switch.watch().wake(self.index);
-            self.switch.wake(self.index).clear();
         }
         for &(port, queue) in &self.queues {
             let port = &self.view.ports()[port].port;

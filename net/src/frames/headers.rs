@@ -6,6 +6,8 @@
 //! The parser follows IEEE 802.1Q tags, IPv4 options, IPv6 extension headers (RFC 8200, RFC 4302) and fragments up to the
 //! transport header. A packet that it can't follow to the end is [`Net::Unknown`], which guarded ports may not send.
 
+use std::net::IpAddr;
+
 use crate::frames::frame::{ETH_HEADER, Mac};
 
 /// Bytes at the front of a frame that are copied and parsed: Ethernet, two tags, IPv6 and 110 bytes of extension headers,
@@ -96,6 +98,13 @@ fn is_tag(ethertype: u16) -> bool {
 #[must_use]
 pub fn is_tagged(head: &[u8]) -> bool {
     word(head, ETH_HEADER - 2).is_some_and(is_tag)
+}
+
+/// Returns the VLAN number in the outer tag of a frame that starts with `head`; 0: it has none, or one that only has a priority.
+#[must_use]
+pub fn outer_vid(head: &[u8]) -> u16 {
+    let tci = word(head, ETH_HEADER).filter(|_| is_tagged(head));
+    tci.unwrap_or(0) & 0xfff
 }
 
 /// `N` bytes of `b` from `at` on.
@@ -242,6 +251,17 @@ impl Headers {
     #[must_use]
     pub fn is_ip(&self) -> bool {
         matches!(self.net, Net::Ipv4 | Net::Ipv6)
+    }
+
+    /// Returns the source and destination of an IP packet in a frame that starts with `head`, the bytes that were parsed.
+    #[must_use]
+    pub fn addresses(&self, head: &[u8]) -> Option<(IpAddr, IpAddr)> {
+        let at = usize::from(self.at);
+        match self.net {
+            Net::Ipv4 => Some((get::<4>(head, at + 12)?.into(), get::<4>(head, at + 16)?.into())),
+            Net::Ipv6 => Some((get::<16>(head, at + 8)?.into(), get::<16>(head, at + 24)?.into())),
+            _ => None,
+        }
     }
 
     /// Returns the source and destination port, if they are within `head`, the bytes that were parsed.

@@ -25,7 +25,7 @@ pub struct Layers {
     pub ip: u16,
     /// The TCP or UDP header.
     pub l4: u16,
-    /// Its payload.
+    /// The first byte behind the TCP or UDP header.
     pub payload: u16,
     /// IPv6, not 4.
     pub v6: bool,

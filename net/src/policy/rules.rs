@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::frames::headers::{Headers, Net, get, protocol};
+use crate::frames::headers::{Headers, Net, protocol};
 use crate::ports::counters::Reason;
 
 /// The effect of a rule on a packet that matches.
@@ -237,12 +237,7 @@ struct Packet {
 impl Packet {
     /// None: the packet is incomplete.
     fn read(headers: &Headers, head: &[u8]) -> Option<Self> {
-        let at = usize::from(headers.at);
-        let (source, destination) = if headers.net == Net::Ipv4 {
-            (get::<4>(head, at + 12)?.into(), get::<4>(head, at + 16)?.into())
-        } else {
-            (get::<16>(head, at + 8)?.into(), get::<16>(head, at + 24)?.into())
-        };
+        let (source, destination) = headers.addresses(head)?;
         let ports = headers.ports(head);
         (!headers.lacks_ports(head)).then_some(Self {
             protocol: headers.protocol,

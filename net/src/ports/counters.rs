@@ -70,6 +70,8 @@ reasons! {
     ReceiveRate = "receive_rate",
     /// A rule of the sender or the receiver drops it.
     Rule = "rule",
+    /// For the host's loopback, from a guest behind passt.
+    Loopback = "loopback",
     /// The uplink took no more.
     Uplink = "uplink",
 }

@@ -254,3 +254,30 @@ fn own_message(stream: &UnixStream, session: &Mutex<Session>) -> Result<bool, Er
     }
     Ok(true)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_with_a_full_backlog_is_not_taken_for_a_dead_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let server = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&server, 0).unwrap();
+        let mut waiting = Vec::new();
+        let full = loop {
+            match connect(&path) {
+                Ok(stream) => waiting.push(stream),
+                Err(err) => break err,
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+        let refused = listen(&path).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AddrInUse, "{refused}");
+        server.accept().unwrap();
+        connect(&path).unwrap();
+        drop(server);
+        listen(&path).unwrap();
+    }
+}

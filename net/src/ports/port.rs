@@ -18,9 +18,14 @@ pub const MAX_PAIRS: usize = tombolo_control::net::config::QUEUES_MAX;
 const WARNING_NS: u64 = 1_000_000_000;
 const WARNINGS_NS: u64 = 20 * WARNING_NS;
 
+/// The number of the next port.
+static NEXT: AtomicUsize = AtomicUsize::new(1);
+
 /// A port of the switch.
 pub struct Port {
     name: String,
+    /// No other port of this process has it, earlier or later.
+    number: usize,
     vrings: Box<[Vring]>,
     /// Bit n: receive queue n is started and enabled.
     active_rx: AtomicU32,
@@ -61,6 +66,7 @@ impl Port {
         };
         Self {
             name: name.into(),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             vrings: (0..2 * pairs).map(vring).collect(),
             active_rx: AtomicU32::new(0),
             active_tx: AtomicU32::new(0),
@@ -80,6 +86,13 @@ impl Port {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Returns a number that no other port has, earlier or later. A port that was made later has a larger one.
+    #[inline(always)]
+    #[must_use]
+    pub fn number(&self) -> usize {
+        self.number
     }
 
     /// Returns whether a warning about it may be logged at `now`: a burst, and then one per second, since its front-end may

@@ -31,7 +31,6 @@ const LAST_MEMBER: Duration = Duration::from_secs(1);
 const ALL_SYSTEMS: Ipv4Addr = Ipv4Addr::new(224, 0, 0, 1);
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 
-/// The service.
 pub struct Querier;
 
 impl Responder for Querier {

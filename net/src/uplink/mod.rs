@@ -3,14 +3,15 @@
 //! descriptors that don't block. The frame goes from the guest's buffers to the kernel without a copy in the switch,
 //! and large frames stay large if the kernel takes them.
 
+pub mod loopback;
 pub mod packet;
 pub mod passt;
 pub mod tap;
 
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, TryLockError};
 
 use serde::{Deserialize, Serialize};
 
@@ -27,8 +28,12 @@ use crate::frames::headers::{LOOK, is_tagged};
 use crate::frames::offload::Layers;
 use crate::policy::port::Vlan;
 use crate::ports::counters::Reason;
+use crate::uplink::loopback::Firewall;
 use crate::vring::queue::Negotiated;
 use crate::vring::ring::Segment;
+
+/// The segments of one frame that a device is given in one turn. Each takes a system call, and other ports wait.
+const SEGMENTS: usize = 64;
 
 /// The largest number of pieces of one frame that the kernel is given; a frame of more is gathered first.
 const PIECES: usize = 64;
@@ -63,26 +68,29 @@ pub trait Link: Send + Sync {
 }
 
 /// An opened device, without its descriptor.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Opened {
     /// A TAP device.
     Tap(tap::Offloads),
     /// A packet socket.
     Packet,
-    /// A connection to passt.
-    Passt,
+    /// A connection to passt, which has this mapping to the host's loopback; the guest may not use it.
+    Passt(Option<loopback::Mapping>),
 }
 
 impl Opened {
-    /// Makes the link of an opened device.
+    /// Makes the uplink of an opened device.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn link(self, fd: OwnedFd) -> io::Result<Box<dyn Link>> {
+    pub fn uplink(self, fd: OwnedFd) -> io::Result<Uplink> {
         Ok(match self {
-            Self::Tap(offloads) => Box::new(tap::Tap::over(offloads, fd)),
-            Self::Packet => Box::new(packet::Packet::over(fd)),
-            Self::Passt => Box::new(passt::Passt::over(fd)?),
+            Self::Tap(offloads) => Uplink::new(Box::new(tap::Tap::over(offloads, fd))),
+            Self::Packet => Uplink::new(Box::new(packet::Packet::over(fd))),
+            Self::Passt(mapping) => Uplink {
+                firewall: Some(Firewall::new(mapping)),
+                ..Uplink::new(Box::new(passt::Passt::over(fd)?))
+            },
         })
     }
 }
@@ -97,6 +105,8 @@ struct Inbox {
 
 pub struct Uplink {
     link: Box<dyn Link>,
+    /// Of passt: keeps the guest from the host's loopback.
+    firewall: Option<Firewall>,
     /// The other end is gone for good.
     down: AtomicBool,
     inbox: Mutex<Inbox>,
@@ -108,7 +118,13 @@ impl Uplink {
     pub fn new(link: Box<dyn Link>) -> Self {
         let buffer = vec![0; NET_HEADER + MAX_FRAME].into_boxed_slice();
         let inbox = Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() });
-        Self { link, down: AtomicBool::new(false), inbox }
+        Self { link, firewall: None, down: AtomicBool::new(false), inbox }
+    }
+
+    /// Returns whether the headers of frames for it decide.
+    #[must_use]
+    pub fn filters(&self) -> bool {
+        self.firewall.is_some()
     }
 
     /// Returns whether frames can pass.
@@ -128,8 +144,9 @@ impl Uplink {
                 | io::ErrorKind::NotConnected
                 | io::ErrorKind::InvalidData
         );
-        // The last is the answer of a TAP device that was removed.
-        if (gone || err.raw_os_error() == Some(libc::EBADFD)) && !self.down.swap(true, Ordering::Relaxed) {
+        // The answers of a TAP device and of an interface that were removed.
+        let removed = matches!(err.raw_os_error(), Some(libc::EBADFD | libc::ENXIO));
+        if (gone || removed) && !self.down.swap(true, Ordering::Relaxed) {
             tracing::warn!(uplink = name, %err, "uplink is down: its device is gone");
         }
     }
@@ -140,7 +157,7 @@ impl Uplink {
     /// It can't be waited for.
     pub fn wake_by(&self, epoll: &Epoll) -> io::Result<()> {
         let fd = self.link.fd();
-        if self.link.keeps_rest() { epoll.add_both_ways(fd) } else { epoll.add(fd, true) }
+        if self.link.keeps_rest() { epoll.add_both_ways(fd) } else { epoll.add(fd) }
     }
 }
 
@@ -177,6 +194,11 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
     if own_tags && !attached.policy.macs.is_empty() && is_tagged(frame.prefix) {
         return Done::Dropped(Reason::Vlan);
     }
+    if let Some(Err(reason)) = uplink.firewall.as_ref().map(|f| f.check(frame.prefix, frame.len, sender.now))
+    {
+        return Done::Dropped(reason);
+    }
+    sender.resume_at(dest);
     // The queue's lock is the uplink's, and its holder may write the counters.
     let Some(guard) = attached.port.rx(0).try_lock() else { return sender.wait(dest, Reason::Busy) };
     let counters = guard.counters();
@@ -214,10 +236,19 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
         let skip = frame.prefix.len() as u32;
         give(&Frame { rest: &rest, skip, ..*frame })
     } else {
-        finish(sender.buffers, &mut sender.progress, frame, give)
+        // A mirror's copy never waits.
+        let mut left = if sender.mirroring { usize::MAX } else { SEGMENTS };
+        finish(sender.buffers, &mut sender.progress, frame, |segment| {
+            if left == 0 {
+                return Done::Again;
+            }
+            left -= 1;
+            give(segment)
+        })
     };
     match done {
-        Done::Again if full && sender.flooding => Done::Dropped(Reason::Uplink),
+        Done::Again if !full => sender.pause(dest),
+        Done::Again if sender.flooding => Done::Dropped(Reason::Uplink),
         Done::Again => sender.wait(dest, Reason::Uplink),
         done => done,
     }
@@ -228,10 +259,14 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     if !uplink.is_up() {
         return Pass::Idle;
     }
-    let Ok(mut inbox) = uplink.inbox.try_lock() else { return Pass::Idle };
+    let mut inbox = match uplink.inbox.try_lock() {
+        Ok(inbox) => inbox,
+        Err(TryLockError::WouldBlock) => return Pass::Busy,
+        Err(TryLockError::Poisoned(left)) => left.into_inner(),
+    };
     let attached = &view.ports()[src];
     let counted = attached.port.tx(0);
-    let Some(_counting) = counted.try_lock() else { return Pass::Idle };
+    let Some(_counting) = counted.try_lock() else { return Pass::Busy };
     let link = &*uplink.link;
     let head = link.header();
     let inbox = &mut *inbox;
@@ -241,7 +276,12 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     while taken + failures < BATCH && sender.has_time() {
         if inbox.len == 0 {
             match link.receive(&mut inbox.buffer) {
-                Ok(len) => inbox.len = len,
+                Ok(len) => {
+                    inbox.len = len;
+                    if let Some(firewall) = &uplink.firewall {
+                        firewall.note(&inbox.buffer[head.min(len)..len], now);
+                    }
+                }
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
                 Err(err) => {
                     uplink.note(attached.port.name(), &err);

@@ -83,7 +83,6 @@ impl Ram {
         self.base as u64
     }
 
-    /// Bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size

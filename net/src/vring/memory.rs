@@ -111,7 +111,6 @@ impl Drop for Mapping {
 pub struct Region {
     /// Guest-physical address of the first byte.
     pub gpa: u64,
-    /// Bytes.
     pub size: u64,
     /// Address of the first byte in the front-end's process (ring addresses come in these).
     pub user: u64,
@@ -269,6 +268,8 @@ pub fn check_sum<'a>(
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
     regions: Vec<Region>,
+    /// The numbers of the mapped ones, by their addresses here.
+    mapped: Vec<usize>,
 }
 
 impl GuestMemory {
@@ -292,7 +293,14 @@ impl GuestMemory {
                 return Err(MemoryError::Overlap { gpa: pair[1].gpa });
             }
         }
-        Ok(Self { regions })
+        Ok(Self::sorted(regions))
+    }
+
+    /// Makes a table of regions that are sorted by guest-physical address.
+    fn sorted(regions: Vec<Region>) -> Self {
+        let mut mapped: Vec<usize> = (0..regions.len()).filter(|i| regions[*i].map.is_some()).collect();
+        mapped.sort_by_key(|i| regions[*i].host as usize);
+        Self { regions, mapped }
     }
 
     /// Returns this table with one more region.
@@ -316,7 +324,7 @@ impl GuestMemory {
             .position(|r| r.gpa == gpa && r.size == size && r.user == user)
             .ok_or(MemoryError::Absent { gpa, size })?;
         regions.remove(at);
-        Ok(Self { regions })
+        Ok(Self::sorted(regions))
     }
 
     /// The regions, by guest-physical address.
@@ -351,11 +359,10 @@ impl GuestMemory {
     /// Returns the guest-physical address of a translated byte.
     #[must_use]
     pub fn gpa_of(&self, host: *const u8) -> Option<u64> {
-        let host = host as u64;
-        self.regions.iter().filter(|r| r.map.is_some()).find_map(|r| {
-            let off = host.checked_sub(r.host as u64)?;
-            (off < r.size).then(|| r.gpa + off)
-        })
+        let after = self.mapped.partition_point(|i| self.regions[*i].host.cast_const() <= host);
+        let region = &self.regions[*self.mapped.get(after.checked_sub(1)?)?];
+        let off = host as u64 - region.host as u64;
+        (off < region.size).then(|| region.gpa + off)
     }
 
     /// Returns whether the front-end cut memory short.
@@ -418,5 +425,39 @@ impl Translator {
         let piece = u64::from(len).min(region.size - off) as u32;
         // SAFETY: find made sure that off < size.
         Some((unsafe { region.host.add(off as usize) }, piece))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vring::driver::Ram;
+
+    #[test]
+    fn an_address_here_is_led_back_to_the_one_that_it_was_translated_from() {
+        const SIZE: u64 = 1 << 16;
+        let rams: Vec<Ram> = (0..8).map(|n| Ram::new(SIZE, n * 16 * SIZE).unwrap()).collect();
+        let unmapped = Region { gpa: SIZE, size: SIZE, user: 1, host: std::ptr::null_mut(), map: None };
+        let regions = rams.iter().map(|ram| ram.region().unwrap()).chain([unmapped]).collect();
+        let all = GuestMemory::new(regions).unwrap();
+        let last = &rams[7];
+        let fewer = all.without(last.gpa(), last.size(), last.user()).unwrap();
+        for (memory, count) in [(all, 8), (fewer, 7)] {
+            let mut translator = Translator::new(Arc::new(memory));
+            for ram in &rams[..count] {
+                let (first, _) = translator.at(ram.gpa(), 1).unwrap();
+                let (end, _) = translator.at(ram.gpa() + SIZE - 1, 1).unwrap();
+                let memory = translator.memory();
+                assert_eq!(memory.gpa_of(first), Some(ram.gpa()));
+                assert_eq!(memory.gpa_of(end), Some(ram.gpa() + SIZE - 1));
+                let behind = memory.gpa_of(end.wrapping_add(1));
+                assert!(
+                    behind.is_none_or(|gpa| gpa % (16 * SIZE) == 0),
+                    "{behind:x?} is another region's first"
+                );
+            }
+            assert_eq!(translator.memory().gpa_of(std::ptr::null()), None);
+            assert_eq!(translator.memory().gpa_of(std::ptr::without_provenance(usize::MAX)), None);
+        }
     }
 }

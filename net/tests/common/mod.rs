@@ -8,8 +8,12 @@ pub mod namespace;
 pub mod network;
 #[path = "../../../zone/tests/common/never.rs"]
 pub mod never;
+pub mod offloads;
+pub mod outlet;
+pub mod passt;
 pub mod program;
 pub mod talk;
+pub mod wire;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

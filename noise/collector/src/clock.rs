@@ -17,7 +17,6 @@ pub struct Moment {
 }
 
 impl Moment {
-    /// The present.
     pub fn now() -> Self {
         let pair = |_| {
             let before = quanta::now();

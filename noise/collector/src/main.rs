@@ -4,7 +4,7 @@
 //!
 //! It measures twice for as long as it is told: without tracing, which is the noise as programs have it, and with tracing, which names the
 //! causes. With `--watch` it measures nothing and traces until its standard input ends. In both cases it stops when its standard input ends, so
-//! that it never outlives the process that started it.
+//! that it never outlives the process that started it. With `--no-patching` it traces only what the kernel records with no change of its code.
 //!
 //! - [`clock`]: how fast the time-stamp counter is.
 //! - [`cpus`]: the CPUs that are measured.
@@ -42,14 +42,19 @@ struct Options {
     seconds: f64,
     threshold_ns: u64,
     watch: bool,
+    patching: bool,
 }
 
 fn options() -> Result<Options, String> {
-    let mut options = Options { cpus: None, seconds: 1.0, threshold_ns: 5000, watch: false };
+    let mut options = Options { cpus: None, seconds: 1.0, threshold_ns: 5000, watch: false, patching: true };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         if word == "--watch" {
             options.watch = true;
+            continue;
+        }
+        if word == "--no-patching" {
+            options.patching = false;
             continue;
         }
         let value = words.next().ok_or_else(|| format!("{word} needs a value"))?;
@@ -83,7 +88,8 @@ fn run() -> Result<(), String> {
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     let written = |e: std::io::Error| format!("the output can't be written: {e}");
     output::head(&mut out).map_err(written)?;
-    let mut instance = match tracefs::find().and_then(|root| Instance::new(&root, &cpus)) {
+    let own = |root: std::path::PathBuf| Instance::new(&root, &cpus, options.patching);
+    let mut instance = match tracefs::find().and_then(own) {
         Ok(instance) => Some(instance),
         Err(why) => {
             output::note(&mut out, &why).map_err(written)?;

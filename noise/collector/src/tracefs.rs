@@ -35,6 +35,10 @@ const EVENTS: [(&str, &[&str]); 6] = [
 ];
 /// Groups that come with a module or a kind of hardware, and are no loss where they are not.
 const OPTIONAL: [&str; 2] = ["nmi", "kvm"];
+/// The one of them that comes with a module, which is loaded after the boot.
+const MODULE: &str = "kvm";
+/// The buffers in which an event must be switched on so that one more changes no code: see [`check_residents`].
+const RESIDENTS: usize = 2;
 /// Events of a group without a list that are no interrupts.
 const NOT_INTERRUPTS: &str = "vector_";
 
@@ -84,11 +88,15 @@ pub struct Instance {
 
 impl Instance {
     /// Makes a buffer for the events of these CPUs, and removes those that dead processes have left. Nothing is recorded yet.
+    /// Without `patching`, the events are switched on and off with no change of the kernel's code.
     ///
     /// # Errors
-    /// The kernel refuses it; what it says is named.
-    pub fn new(root: &Path, cpus: &[u32]) -> Result<Self, String> {
+    /// The kernel refuses it; what it says is named. Without `patching`, also an event that the kernel would patch its code for.
+    pub fn new(root: &Path, cpus: &[u32], patching: bool) -> Result<Self, String> {
         let instances = root.join("instances");
+        if !patching {
+            check_residents(root)?;
+        }
         remove_stale(&instances, Path::new("/proc"));
         let own = std::process::id();
         let started = started(Path::new("/proc"), own).ok_or("/proc/self/stat can't be read")?;
@@ -101,33 +109,13 @@ impl Instance {
         // Set first where the buffer is full: what is lost is then the end, and is counted.
         instance.write("options/overwrite", "0")?;
         instance.write("buffer_size_kb", &BUFFER_KB.to_string())?;
-        instance.choose_events();
+        (instance.events, instance.missing) = events(&instance.folder, patching);
         Ok(instance)
     }
 
     /// Events that this kernel does not have.
     pub fn missing(&self) -> impl Iterator<Item = &str> {
         self.missing.iter().map(String::as_str)
-    }
-
-    fn choose_events(&mut self) {
-        for (group, names) in EVENTS {
-            let folder = self.folder.join("events").join(group);
-            let there: Vec<String> = if names.is_empty() {
-                let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
-                entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
-            } else {
-                names.iter().map(|name| (*name).to_owned()).collect()
-            };
-            for name in there.iter().filter(|name| !name.starts_with(NOT_INTERRUPTS)) {
-                let switch = folder.join(name).join("enable");
-                if switch.exists() {
-                    self.events.push(switch);
-                } else if !names.is_empty() && !OPTIONAL.contains(&group) {
-                    self.missing.push(format!("{group}:{name}"));
-                }
-            }
-        }
     }
 
     /// Begins or ends the recording of all events.
@@ -204,6 +192,79 @@ impl Drop for Instance {
     }
 }
 
+/// The switches of the events that are recorded, in a folder of tracefs that has `events`, and the names of those that this kernel does not have.
+/// No buffer that is made during the boot has those of a module, so they are left out without `patching`.
+fn events(folder: &Path, patching: bool) -> (Vec<PathBuf>, Vec<String>) {
+    let (mut switches, mut missing) = (Vec::new(), Vec::new());
+    for (group, names) in EVENTS.into_iter().filter(|(group, _)| patching || *group != MODULE) {
+        let folder = folder.join("events").join(group);
+        let there: Vec<String> = if names.is_empty() {
+            let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+        } else {
+            names.iter().map(|name| (*name).to_owned()).collect()
+        };
+        for name in there.iter().filter(|name| !name.starts_with(NOT_INTERRUPTS)) {
+            let switch = folder.join(name).join("enable");
+            if switch.exists() {
+                switches.push(switch);
+            } else if !names.is_empty() && !OPTIONAL.contains(&group) {
+                missing.push(format!("{group}:{name}"));
+            }
+        }
+    }
+    (switches, missing)
+}
+
+/// Checks that each event is switched on in [`RESIDENTS`] buffers that stay. The kernel calls an event's only probe directly, calls two or more
+/// from a list, and skips an event that has none; it patches its code at each change between these three. A probe beyond two is an entry of the list.
+///
+/// # Errors
+/// An event is switched on in fewer buffers.
+fn check_residents(root: &Path) -> Result<(), String> {
+    let entries = fs::read_dir(root.join("instances")).map_err(|e| privilege(root, &e))?;
+    let stays = |folder: &PathBuf| {
+        let name = folder.file_name().unwrap_or_default();
+        !name.to_string_lossy().starts_with(PREFIX)
+    };
+    let instances: Vec<PathBuf> =
+        entries.flatten().map(|entry| entry.path()).filter(stays).chain([root.to_owned()]).collect();
+    let on = |folder: &Path, switch: &Path| {
+        let own = switch.strip_prefix(root).is_ok_and(|switch| {
+            fs::read_to_string(folder.join(switch)).is_ok_and(|state| state.starts_with('1'))
+        });
+        usize::from(own)
+    };
+    let (switches, _) = events(root, false);
+    let patched = switches.iter().find(|switch| {
+        let buffers: usize = instances.iter().map(|folder| on(folder, switch)).sum();
+        buffers < RESIDENTS
+    });
+    patched.map_or(Ok(()), |switch| {
+        let event = switch.parent().and_then(|event| event.strip_prefix(root.join("events")).ok());
+        let event = event.unwrap_or(switch).display();
+        Err(format!(
+            "the kernel would patch its code to record {event}, so no cause can be named; boot it with {}",
+            resident_arguments()
+        ))
+    })
+}
+
+/// The kernel's arguments that switch on all events in buffers that stay, before the second CPU starts. The buffers record nothing.
+fn resident_arguments() -> String {
+    let all = |(group, names): (&str, &[&str])| {
+        if names.is_empty() {
+            return vec![group.to_owned()];
+        }
+        names.iter().map(|name| format!("{group}:{name}")).collect()
+    };
+    let events: Vec<String> =
+        EVENTS.into_iter().filter(|(group, _)| *group != MODULE).flat_map(all).collect();
+    let one = |number| format!("trace_instance=resident-{number}^traceoff,{}", events.join(","));
+    let list: Vec<String> = (1..=RESIDENTS).map(one).collect();
+    list.join(" ")
+}
+
 fn put(path: &Path, value: &str) -> Result<(), String> {
     fs::write(path, value).map_err(|e| format!("{} can't be set to '{value}': {e}", path.display()))
 }
@@ -276,6 +337,27 @@ mod tests {
         let stats =
             "entries: 9\noverrun: 2\ncommit overrun: 1\nbytes: 5\ndropped events: 4\nread events: 0\n";
         assert_eq!(lost(stats), 7);
+    }
+
+    #[test]
+    fn an_event_that_fewer_than_two_lasting_buffers_record_would_patch_the_kernel() {
+        let root = std::env::temp_dir().join(format!("tombolo-noise-residents-{}", std::process::id()));
+        let set = |buffer: &str, state: &str| {
+            let folder = root.join(buffer).join("events/sched/sched_switch");
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("enable"), state).unwrap();
+        };
+        set("", "0\n");
+        set("instances/a", "1\n");
+        set("instances/tombolo-noise-70-1234", "1\n");
+        let refused = check_residents(&root).unwrap_err();
+        set("instances/b", "1*\n");
+        let kept = check_residents(&root);
+        fs::remove_dir_all(&root).unwrap();
+        assert!(refused.contains("patch its code to record sched/sched_switch"), "{refused}");
+        let arguments = "trace_instance=resident-1^traceoff,sched:sched_switch,irq:irq_handler_entry,";
+        assert!(refused.contains(arguments) && !refused.contains("kvm"), "{refused}");
+        assert_eq!(kept, Ok(()));
     }
 
     #[test]

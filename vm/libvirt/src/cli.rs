@@ -149,7 +149,7 @@ impl What {
         for control in &self.network {
             let control = absolute(control)?;
             let mac = self.mac.clone().unwrap_or_else(|| mac_of(domain, &control));
-            let socket = room::ports().join(format!("{}.sock", mac.replace(':', "")));
+            let socket = room::port(&mac)?;
             wants.push(Want::Port(Port { control, name: member.clone(), socket, mac }));
         }
         for folder in &self.accel {
@@ -226,9 +226,7 @@ fn detach(name: &str, what: &What, out: &mut dyn Write) -> anyhow::Result<()> {
     let mut domain = virsh::load(name)?;
     let wants = what.wants(name)?;
     let there = domain.wants()?;
-    for want in &wants {
-        domain.detach(want)?;
-    }
+    domain.detach(&wants)?;
     virsh::define(&domain)?;
     let running = virsh::is_running(name)?;
     for want in &wants {

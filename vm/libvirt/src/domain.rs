@@ -89,25 +89,33 @@ impl Domain {
         Ok(())
     }
 
-    /// Takes a want and all that it added away; room for memory devices and shared memory stay.
+    /// Takes wants and all that they added away; room for memory devices and shared memory stay.
     ///
     /// # Errors
-    /// The domain does not have it.
-    pub fn detach(&mut self, want: &Want) -> anyhow::Result<()> {
+    /// The domain does not have one of them, or the file of a zone that stays has gone.
+    pub fn detach(&mut self, away: &[Want]) -> anyhow::Result<()> {
         let mut wants = self.wants()?;
-        let Some(at) = wants.iter().position(|there| there.is_same_thing(want)) else {
-            let has: Vec<String> = wants.iter().map(Want::label).collect();
-            let has = if has.is_empty() { "nothing of tombolo's".to_owned() } else { has.join(", ") };
-            bail!("the domain '{}' does not have {}; it has: {has}", self.name(), want.label());
-        };
-        if *want == Want::Grow {
+        for want in away {
+            let Some(at) = wants.iter().position(|there| there.is_same_thing(want)) else {
+                let has: Vec<String> = wants.iter().map(Want::label).collect();
+                let has = if has.is_empty() { "nothing of tombolo's".to_owned() } else { has.join(", ") };
+                bail!("the domain '{}' does not have {}; it has: {has}", self.name(), want.label());
+            };
+            wants.remove(at);
+        }
+        if away.contains(&Want::Grow) {
             self.shrink()?;
         }
-        wants.remove(at);
-        // The remaining wants are added anew, so nothing of the removed one can stay, whatever its file has become meanwhile.
+        // The remaining wants are added anew, so nothing of the removed ones can stay, whatever their files have become meanwhile.
         self.clear();
         for other in wants.iter().filter(|w| **w != Want::Grow) {
-            let addition = devices::of(other, self.is_emulated())?;
+            let addition = devices::of(other, self.is_emulated()).with_context(|| {
+                format!(
+                    "{} stays with the domain '{}'; detach it too if it has gone",
+                    other.label(),
+                    self.name()
+                )
+            })?;
             self.add(addition)?;
         }
         want::put(&mut self.root, &wants);
@@ -498,7 +506,7 @@ mod tests {
         assert_eq!(again.wants().unwrap(), wants);
         assert!(again.attach(&wants[0]).unwrap_err().to_string().contains("already"));
         for want in &wants {
-            again.detach(want).unwrap();
+            again.detach(std::slice::from_ref(want)).unwrap();
         }
         let text = again.text().unwrap();
         assert_eq!(again.initial().unwrap(), 1 << 30);
@@ -506,7 +514,22 @@ mod tests {
             assert!(!text.contains(part), "{part}: {text}");
         }
         assert!(text.contains(">kept<"), "{text}");
-        assert!(again.detach(&wants[0]).unwrap_err().to_string().contains("nothing of tombolo's"));
+        assert!(again.detach(&wants[..1]).unwrap_err().to_string().contains("nothing of tombolo's"));
+    }
+
+    #[test]
+    fn zones_whose_files_have_gone_are_taken_away_together() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut domain = Domain::parse(PLAIN).unwrap();
+        let wants = [zone(dir.path(), "one"), zone(dir.path(), "two")];
+        for want in &wants {
+            domain.attach(want).unwrap();
+        }
+        drop(dir);
+        let said = domain.clone().detach(&wants[..1]).unwrap_err().to_string();
+        assert!(said.contains("two.zone") && said.contains("detach it too"), "{said}");
+        domain.detach(&wants).unwrap();
+        assert!(!domain.text().unwrap().contains("ua-tombolo"));
     }
 
     #[test]
@@ -559,7 +582,7 @@ mod tests {
         assert!(text.contains("virtio-mem") && text.contains("cpus=\"0-1\""), "{text}");
         assert_eq!(domain.initial().unwrap() + domain.grown().unwrap(), 4 << 30);
         assert!(domain.initial().unwrap() < 1 << 30);
-        domain.detach(&Want::Grow).unwrap();
+        domain.detach(&[Want::Grow]).unwrap();
         assert!(!domain.text().unwrap().contains("virtio-mem"));
         assert_eq!(domain.initial().unwrap(), 4 << 30);
         let mut small = Domain::parse(&PLAIN.replace(">1024<", ">256<")).unwrap();

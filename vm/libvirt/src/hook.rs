@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use tombolo_zone::serve::{access, start};
+use tombolo_zone::serve::{access, room, start};
 use tombolo_zone::{Rights, Zone};
 
 use crate::domain::Domain;
@@ -28,9 +28,18 @@ pub fn run(operation: &str, phase: &str, xml: &str) -> anyhow::Result<()> {
     };
     let domain = Domain::parse(xml)?;
     let wants = domain.wants()?;
-    let done: anyhow::Result<Vec<()>> =
-        wants.iter().map(|want| if prepares { prepare(want) } else { release(want) }).collect();
-    done.map(drop).with_context(|| format!("tombolo, for the domain '{}'", domain.name()))
+    let done = if prepares { wants.iter().try_for_each(prepare) } else { release_all(&wants) };
+    done.with_context(|| format!("tombolo, for the domain '{}'", domain.name()))
+}
+
+/// Gives everything back, whatever fails; an error names all failures.
+fn release_all(wants: &[Want]) -> anyhow::Result<()> {
+    let failures: Vec<String> =
+        wants.iter().filter_map(|want| release(want).err()).map(|e| format!("{e:#}")).collect();
+    if !failures.is_empty() {
+        bail!("{}", failures.join("; "));
+    }
+    Ok(())
 }
 
 /// Makes what a domain connects to.
@@ -104,12 +113,7 @@ pub(crate) fn add(port: &Port) -> anyhow::Result<()> {
         );
     }
     if let Some(folder) = port.socket.parent() {
-        use std::os::unix::fs::DirBuilderExt;
-        std::fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o711)
-            .create(folder)
-            .with_context(|| folder.display().to_string())?;
+        room::make_folder(folder)?;
     }
     let words = format!("{},{},{}", port.name, port.socket.display(), port.mac);
     net(&["add", &words], &port.control)
@@ -122,4 +126,21 @@ pub(crate) fn remove(port: &Port) -> anyhow::Result<()> {
         return Ok(());
     }
     net(&["remove", &port.name], &port.control)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_to_be_released_keeps_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let broken = |name: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, "no zone").unwrap();
+            Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: None })
+        };
+        let said = release_all(&[broken("one"), Want::Grow, broken("two")]).unwrap_err().to_string();
+        assert!(said.contains("/one") && said.contains("/two"), "{said}");
+    }
 }

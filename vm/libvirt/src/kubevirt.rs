@@ -42,8 +42,13 @@ pub fn define(instance: &str, xml: &str) -> anyhow::Result<String> {
             "the annotation {ANNOTATION} is malformed; write for example [{{\"path\": \"/zones/own.zone\"}}]"
         )
     })?;
-    let name = |field: &str| metadata[field].as_str().unwrap_or_default();
-    let member = crate::cli::member_name(&format!("{}-{}", name("namespace"), name("name")));
+    let name = |field: &str| {
+        metadata[field]
+            .as_str()
+            .with_context(|| format!("the VirtualMachineInstance has no metadata.{field}"))
+    };
+    // A namespace holds no dot, so no two instances of a cluster share a name.
+    let member = crate::cli::member_name(&format!("{}.{}", name("namespace")?, name("name")?));
     let mut domain = Domain::parse(xml)?;
     for zone in zones {
         let (path, read_only) = (zone.path, zone.rights == Rights::Ro);
@@ -79,9 +84,29 @@ mod tests {
         let instance = serde_json::json!({ "metadata": { "name": "web", "namespace": "shop", "annotations": { ANNOTATION: list } } });
         let out = define(&instance.to_string(), XML).unwrap();
         assert!(
-            out.contains("virtio-pmem") && out.contains("shop-web.sock") && out.contains("<maxMemory"),
+            out.contains("virtio-pmem") && out.contains("shop.web.sock") && out.contains("<maxMemory"),
             "{out}"
         );
+    }
+
+    #[test]
+    fn instances_of_different_namespaces_are_different_members() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("own.zone");
+        drop(
+            tombolo_zone::Zone::create(
+                &ZoneConfig::new("own", 16 << 20).backing(Backing::File(path.clone())),
+            )
+            .unwrap(),
+        );
+        let list = serde_json::json!([{ "path": path }]).to_string();
+        let of = |namespace: &str, name: &str| {
+            let metadata = serde_json::json!({ "name": name, "namespace": namespace, "annotations": { ANNOTATION: list } });
+            define(&serde_json::json!({ "metadata": metadata }).to_string(), XML)
+        };
+        assert_ne!(of("a-b", "c").unwrap(), of("a", "b-c").unwrap());
+        let nameless = serde_json::json!({ "metadata": { "annotations": { ANNOTATION: list } } }).to_string();
+        assert!(define(&nameless, XML).unwrap_err().to_string().contains("metadata.namespace"));
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl ZoneWant {
     /// The zone and the domain's slot in it, without asking for one.
     ///
     /// # Errors
-    /// The file is no zone.
+    /// The file is no zone, or another user could change the folder of its sockets.
     pub fn invitation(&self) -> anyhow::Result<Invitation> {
         let zone = tombolo_zone::Zone::open(&self.path, false)?;
         Ok(Invitation {
@@ -66,7 +66,7 @@ impl ZoneWant {
             uuid: zone.uuid(),
             path: self.path.clone(),
             size: zone.size(),
-            socket: Room::of(zone.uuid()).socket(&self.member),
+            socket: Room::of(zone.uuid())?.socket(&self.member),
         })
     }
 }

@@ -13,6 +13,7 @@ use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -62,7 +63,7 @@ fn start_of(process: u32) -> Option<u64> {
 /// The state to restore when a device is given back.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// The device.
+    /// The PCI function that was bound to vfio-pci.
     pub address: Address,
     /// The driver it came from.
     pub driver: Option<String>,
@@ -81,7 +82,7 @@ pub enum BindError {
     /// The kernel refused a step; everything was undone.
     #[error("binding {address} failed at {step}: {source}. Every device was given back; `dmesg` says more")]
     Step {
-        /// The device.
+        /// The PCI function whose step failed.
         address: Address,
         /// The file that was written.
         step: String,
@@ -91,7 +92,7 @@ pub enum BindError {
     /// A probe that ended with another driver.
     #[error("{address} went to {found} instead of {wanted}; `dmesg` says why")]
     WrongDriver {
-        /// The device.
+        /// The PCI function that was probed.
         address: Address,
         /// The driver that has it, or "no driver".
         found: String,
@@ -101,13 +102,23 @@ pub enum BindError {
     /// Not bound by this project.
     #[error("{0} was not bound by tombolo: only what `tombolo passthrough bind` or a VM took is given back")]
     NotOurs(Address),
+    /// Another VM's, whose owner lives.
+    #[error("{address} belongs to the VM {vm}, whose owner is process {process}: stop that VM first")]
+    Taken {
+        /// The PCI function that was asked for.
+        address: Address,
+        /// The VM's name.
+        vm: String,
+        /// The process that took it for the VM.
+        process: u32,
+    },
     /// Open in a VM; unbinding would wait for ever.
     #[error("{0} is open in a VM: stop the VM first")]
     Open(Address),
     /// The folder of records.
     #[error("the record {path} cannot be kept: {source}")]
     Record {
-        /// The file.
+        /// The path of a device's record, or of the folder when its list could not be read.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -214,13 +225,35 @@ impl Store {
         write().map_err(|source| BindError::Record { path: path.clone(), source })
     }
 
+    /// Keeps other processes from binding this device or giving it back, until the file is dropped.
+    fn hold(&self, address: Address) -> Result<File, BindError> {
+        let path = self.folder.join(format!("{address}.lock"));
+        let lock = || {
+            fs::create_dir_all(&self.folder)?;
+            let file = File::options().create(true).append(true).open(&path)?;
+            rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+            io::Result::Ok(file)
+        };
+        lock().map_err(|source| BindError::Record { path: path.clone(), source })
+    }
+
+    /// Refuses a device that a living process has taken for another VM.
+    fn refuse_anothers(&self, address: Address, owner: Option<&Owner>) -> Result<(), BindError> {
+        match self.get(address)?.and_then(|record| record.owner) {
+            Some(other) if Some(&other) != owner && other.is_alive() => {
+                Err(BindError::Taken { address, vm: other.vm, process: other.process })
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn remove(&self, address: Address) -> Result<(), BindError> {
         let path = self.path(address);
         fs::remove_file(&path).map_err(|source| BindError::Record { path, source })
     }
 }
 
-/// Binds every device of the plan to vfio-pci, or none.
+/// Binds every device of the plan to vfio-pci, or none. Of two VMs that want a device at the same time, one gets it.
 pub fn bind(
     host: &Host,
     bus: &mut dyn Bus,
@@ -229,6 +262,15 @@ pub fn bind(
     owner: Option<&Owner>,
 ) -> Result<(), BindError> {
     bus.load_vfio()?;
+    // In the order of the addresses, so that no two processes wait for each other.
+    let mut all: Vec<Address> =
+        plan.take.iter().map(|(address, _)| *address).chain(plan.ready.clone()).collect();
+    all.sort();
+    let mut held = Vec::new();
+    for address in &all {
+        held.push(store.hold(*address)?);
+        store.refuse_anothers(*address, owner)?;
+    }
     for (index, (address, driver)) in plan.take.iter().enumerate() {
         let fresh = Record {
             address: *address,
@@ -248,7 +290,7 @@ pub fn bind(
         if let Err(error) = result {
             for (undo, _) in plan.take[..=index].iter().rev() {
                 // The first error is the one to tell; the record stays where giving back failed too.
-                let _ = release(host, bus, store, *undo);
+                let _ = release_held(host, bus, store, *undo);
             }
             return Err(error);
         }
@@ -258,6 +300,14 @@ pub fn bind(
 
 /// Gives a device back to the driver it came from.
 pub fn release(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) -> Result<(), BindError> {
+    if store.get(address)?.is_none() {
+        return Err(BindError::NotOurs(address));
+    }
+    let _held = store.hold(address)?;
+    release_held(host, bus, store, address)
+}
+
+fn release_held(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) -> Result<(), BindError> {
     let record = store.get(address)?.ok_or(BindError::NotOurs(address))?;
     let folder = host.device_folder(address);
     if !folder.exists() {
@@ -283,21 +333,38 @@ pub fn release(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) 
 /// Time for a VM that was killed together with its owner to let go of its memory, and then of its devices.
 const LETTING_GO: Duration = Duration::from_secs(30);
 
-/// Gives back what owners that died have left; returns the addresses.
-pub fn reclaim(host: &Host, bus: &mut dyn Bus, store: &Store) -> Result<Vec<Address>, BindError> {
-    let mut given = Vec::new();
+/// Devices of owners that died.
+#[derive(Debug, Default)]
+pub struct Reclaimed {
+    /// Devices that their drivers have again.
+    pub given: Vec<Address>,
+    /// Why others have not.
+    pub failures: Vec<BindError>,
+}
+
+/// Gives back what owners that died have left. A device that can't be given back keeps no other.
+///
+/// # Errors
+/// The records can't be read.
+pub fn reclaim(host: &Host, bus: &mut dyn Bus, store: &Store) -> Result<Reclaimed, BindError> {
+    let mut reclaimed = Reclaimed::default();
+    let begun = Instant::now();
     for record in store.orphans()? {
-        let begun = Instant::now();
-        loop {
+        let result = loop {
             match release(host, bus, store, record.address) {
                 // Only the device itself tells that it was let go of.
                 Err(BindError::Open(_)) if begun.elapsed() < LETTING_GO => sleep(Duration::from_millis(50)),
-                result => break result?,
+                result => break result,
             }
+        };
+        match result {
+            Ok(()) => reclaimed.given.push(record.address),
+            // Another process has given it back meanwhile.
+            Err(BindError::NotOurs(_)) => {}
+            Err(error) => reclaimed.failures.push(error),
         }
-        given.push(record.address);
     }
-    Ok(given)
+    Ok(reclaimed)
 }
 
 fn take(host: &Host, bus: &mut dyn Bus, address: Address) -> Result<(), BindError> {
@@ -429,13 +496,55 @@ mod tests {
         let reused = Owner { started: alive.started - 1, ..alive.clone() };
         bound(&tree, &mut bus, &store, &["01:00.0"], Some(&dead)).unwrap();
         bound(&tree, &mut bus, &store, &["02:00.0"], Some(&alive)).unwrap();
-        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![]);
+        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap().given, vec![]);
         process.kill().unwrap();
         process.wait().unwrap();
-        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![address("01:00.0")]);
+        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap().given, vec![address("01:00.0")]);
         assert_eq!(store.all().unwrap().len(), 2);
         bound(&tree, &mut bus, &store, &["01:00.0"], Some(&reused)).unwrap();
-        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap(), vec![address("01:00.0")]);
+        assert_eq!(reclaim(&tree.host(), &mut bus, &store).unwrap().given, vec![address("01:00.0")]);
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_given_back_keeps_no_other() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        let mut process = Command::new("sleep").arg("1000").spawn().unwrap();
+        let dead = Owner::new("dead", process.id()).unwrap();
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&dead)).unwrap();
+        bound(&tree, &mut bus, &store, &["02:00.0"], Some(&dead)).unwrap();
+        process.kill().unwrap();
+        process.wait().unwrap();
+        let mut failing = FakeBus::new(&tree);
+        failing.fail_at = Some(0);
+        let reclaimed = reclaim(&tree.host(), &mut failing, &store).unwrap();
+        assert_eq!(reclaimed.given, vec![address("02:00.0"), address("02:00.1")]);
+        assert!(matches!(reclaimed.failures[..], [BindError::Step { .. }]), "{:?}", reclaimed.failures);
+    }
+
+    #[test]
+    fn a_device_of_a_living_vm_goes_to_no_other_vm() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        // Two plans that were made before either was carried out, and one after.
+        let wanted = [address("01:00.0")];
+        let early = plan(&tree.host().devices().unwrap(), tree.host().has_iommu(), &wanted, true).unwrap();
+        let one = Owner::new("one", std::process::id()).unwrap();
+        let two = Owner { vm: "two".into(), ..one.clone() };
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&one)).unwrap();
+        for late in [
+            bind(&tree.host(), &mut bus, &store, &early, Some(&two)),
+            bound(&tree, &mut bus, &store, &["01:00.0"], Some(&two)),
+            bound(&tree, &mut bus, &store, &["01:00.0"], None),
+        ] {
+            let said = late.unwrap_err().to_string();
+            assert!(said.contains("belongs to the VM one"), "{said}");
+        }
+        // The VM itself starts anew.
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&one)).unwrap();
+        release(&tree.host(), &mut bus, &store, address("01:00.0")).unwrap();
     }
 
     #[test]

@@ -3,11 +3,11 @@
 
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use serde::Serialize;
 
 use crate::address::Address;
-use crate::bind::{Kernel, Record, Store, bind, reclaim, release};
+use crate::bind::{Kernel, Reclaimed, Record, Store, bind, reclaim, release};
 use crate::device::{Device, VFIO};
 use crate::host::Host;
 use crate::mappings::{self, Mappings};
@@ -80,7 +80,7 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Release { devices, all, orphans } => {
-            let mut given = reclaim(&host, &mut Kernel, &store)?;
+            let Reclaimed { mut given, failures } = reclaim(&host, &mut Kernel, &store)?;
             if !orphans {
                 let wanted =
                     if all { store.all()?.into_iter().map(|r| r.address).collect() } else { devices };
@@ -95,6 +95,8 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
             } else {
                 given.iter().for_each(|address| println!("{address} given back"));
             }
+            let failures: Vec<String> = failures.iter().map(ToString::to_string).collect();
+            ensure!(failures.is_empty(), "{}", failures.join("\n"));
             Ok(ExitCode::SUCCESS)
         }
     }

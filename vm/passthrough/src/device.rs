@@ -12,7 +12,7 @@ pub const VFIO: &str = "vfio-pci";
 /// A PCI function of the host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Device {
-    /// The address.
+    /// Domain, bus, device and function.
     pub address: Address,
     /// Vendor and device id.
     pub ids: (u16, u16),

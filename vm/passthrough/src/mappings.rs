@@ -33,7 +33,7 @@ pub enum Source {
 /// Mappings of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Pages {
-    /// Bytes.
+    /// Bytes that each of the mappings covers.
     pub size: u64,
     /// The number of mappings.
     pub count: u64,

@@ -44,11 +44,11 @@ pub enum Refusal {
     /// The host needs it.
     #[error("{address} is in use by the host: {what}. Nothing was changed. To free it: {remedy}")]
     InUse {
-        /// The device.
+        /// The PCI function that was asked for.
         address: Address,
-        /// The use.
+        /// Each use that the host makes of it, as a clause.
         what: String,
-        /// The remedy.
+        /// The steps that end those uses.
         remedy: String,
     },
     /// Other devices of its group would have to go along, and the host needs them.
@@ -59,13 +59,13 @@ pub enum Refusal {
     GroupInUse {
         /// The device asked for.
         address: Address,
-        /// Its group.
+        /// The number of the IOMMU group.
         group: u32,
         /// The member in use.
         other: Address,
-        /// The use.
+        /// Each use that the host makes of that member, as a clause.
         what: String,
-        /// The remedy.
+        /// The steps that end those uses.
         remedy: String,
     },
     /// Other devices of its group would have to go along.
@@ -76,7 +76,7 @@ pub enum Refusal {
     GroupNotWhole {
         /// The device asked for.
         address: Address,
-        /// Its group.
+        /// The number of the IOMMU group.
         group: u32,
         /// The members that have a host driver.
         others: String,

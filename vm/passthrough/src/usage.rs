@@ -40,19 +40,19 @@ pub enum Use {
     },
     /// Packets are routed through it.
     Routes {
-        /// The interface.
+        /// The name of the network interface that the routes leave by.
         interface: String,
         /// The default route is among them.
         default: bool,
     },
     /// It has an address that others can reach.
     Address {
-        /// The interface.
+        /// The name of the network interface that has the address.
         interface: String,
     },
     /// It is a port of a bridge, a bond or the like, or carries VLANs.
     Stacked {
-        /// The interface.
+        /// The name of the network interface that is part of another.
         interface: String,
         /// The set that it is part of.
         with: String,

@@ -43,14 +43,20 @@ impl Hypervisor {
     /// Arguments that every guest's kernel needs, with a space before each.
     ///
     /// `no_timer_check`: on a loaded host an emulated timer comes too late for the kernel's check of it, which ends in a panic.
-    /// `tsc=unstable`: a kernel that trusts the TSC patches the code of its tick late in its boot, which QEMU 7.2 gets wrong now and
-    /// then when another CPU ticks at that moment.
+    /// `tsc=unstable`: a kernel that trusts the TSC patches the code of its tick late in its boot: see [`follows_patched_code`].
     pub fn kernel_arguments(self) -> &'static str {
         match self {
             Hypervisor::Kvm => "",
             Hypervisor::Tcg => " no_timer_check tsc=unstable",
         }
     }
+}
+
+/// Returns whether each vCPU of this QEMU's TCG executes code as another vCPU has patched it. Before 8.1 a vCPU does not lock a page of code before it
+/// translates it, and keeps what it has read if another vCPU writes there meanwhile. The kernel patches code by way of a breakpoint (int3), and dies
+/// where a vCPU executes the breakpoint after the patching has ended.
+pub fn follows_patched_code(version: (u32, u32, u32)) -> bool {
+    version >= (8, 1, 0)
 }
 
 /// Returns whether this QEMU emulates `cmpxchg16b` correctly. Before 8.0 the instruction damages the flags now and then; the kernel's slab

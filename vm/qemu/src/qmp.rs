@@ -33,7 +33,7 @@ pub enum Error {
     /// QEMU said no.
     #[error("QEMU refused {command}: {message}")]
     Refused {
-        /// The command.
+        /// The refused command's name.
         command: &'static str,
         /// QEMU's words.
         message: String,
@@ -41,7 +41,7 @@ pub enum Error {
     /// No reply in time; QEMU may carry the command out later.
     #[error("QEMU gave no reply to {command} within {} s", limit.as_secs())]
     Silent {
-        /// The command.
+        /// The name of the command that has no reply.
         command: &'static str,
         /// The time limit.
         limit: Duration,
@@ -49,7 +49,7 @@ pub enum Error {
     /// An earlier command has no reply yet. This one was not sent.
     #[error("QEMU still owes the reply to {owed}, so {command} was not sent")]
     Behind {
-        /// The command.
+        /// The name of the command that was not sent.
         command: &'static str,
         /// The earlier command.
         owed: &'static str,
@@ -60,7 +60,7 @@ pub enum Error {
     /// A reply of another shape.
     #[error("QEMU's reply to {command} is not understood: {message}")]
     Shape {
-        /// The command.
+        /// The name of the command whose reply it is.
         command: &'static str,
         /// The parser's error.
         message: String,
@@ -152,7 +152,8 @@ impl Shared {
 
     /// Reads until the connection's end.
     fn read(&self, socket: &UnixStream, event: &mut impl FnMut(&str, &Value)) {
-        let mut chunk = [0; 64 << 10];
+        // A thread per VM has one: a message that is longer comes in several.
+        let mut chunk = [0; 4096];
         loop {
             let mut fds = [PollFd::new(socket, PollFlags::IN)];
             match rustix::event::poll(&mut fds, None) {

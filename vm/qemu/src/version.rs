@@ -21,7 +21,7 @@ const SAID: usize = 1024;
 /// A QEMU program that has been asked for its version.
 #[derive(Clone, Debug)]
 pub struct Qemu {
-    /// The program.
+    /// The name or path that was run; a name is looked up in PATH.
     pub program: PathBuf,
     /// (major, minor, micro)
     pub version: (u32, u32, u32),

@@ -21,7 +21,7 @@ const NO_WATCHDOGS: &str = "nowatchdog rcupdate.rcu_cpu_stall_suppress=1";
 pub struct Machine {
     /// The kernel's image.
     pub kernel: PathBuf,
-    /// The initramfs.
+    /// The initramfs that [`crate::image::Image`] wrote.
     pub image: PathBuf,
     /// The file that gets the kernel's messages.
     pub console: PathBuf,

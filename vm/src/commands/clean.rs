@@ -16,6 +16,7 @@ use tombolo_zone::door::Found;
 
 use crate::commands::cli::say;
 use crate::commands::client;
+use crate::machine::orphans::GivenBack;
 use crate::machine::{cgroup, growth, partition};
 use crate::project::accelerator;
 use crate::project::state::{self, StateDir};
@@ -47,13 +48,13 @@ struct Leftover {
 /// When one can't be removed; the others are.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let base = state::base()?;
-    let mut errors = Vec::new();
     // A cgroup whose CPUs are its own has a child; both go with that.
-    let partitions = if options.dry_run { partition::orphans() } else { partition::give_back_orphans() };
-    let partitions = partitions.unwrap_or_else(|e| {
-        errors.push(format!("{e:#}"));
-        Vec::new()
-    });
+    let partitions = if options.dry_run {
+        GivenBack { given: partition::orphans()?, failures: Vec::new() }
+    } else {
+        partition::give_back_orphans()
+    };
+    let mut errors = partitions.failures;
     let groups = cgroup::leftovers(Path::new(cgroup::ROOT), &living()?);
     let mut leftovers: Vec<Leftover> =
         groups.into_iter().map(|path| Leftover { path, what: GROUP }).collect();
@@ -72,18 +73,19 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
             say(&format!("{verb} {} ({})", leftover.path.display(), leftover.what))?;
         }
     }
-    let devices = if options.dry_run { Vec::new() } else { growth::give_back_orphans()? };
+    let devices = if options.dry_run { GivenBack::default() } else { growth::give_back_orphans() };
+    errors.extend(devices.failures);
     if json {
-        let devices: Vec<String> = devices.iter().map(ToString::to_string).collect();
+        let devices: Vec<String> = devices.given.iter().map(ToString::to_string).collect();
         say(&serde_json::to_string_pretty(&serde_json::json!({
-            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "partitions_given_back": partitions, "errors": errors,
+            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "partitions_given_back": partitions.given, "errors": errors,
         }))?)?;
     } else {
-        for address in devices {
+        for address in devices.given {
             say(&format!("gave {address} back to its driver: its VM died"))?;
         }
         let verb = if options.dry_run { "would give" } else { "gave" };
-        for path in partitions {
+        for path in partitions.given {
             say(&format!("{verb} the CPUs of {} back to the host: its VM died", path.display()))?;
         }
     }
@@ -121,7 +123,10 @@ fn scratch_in_use() -> anyhow::Result<BTreeSet<PathBuf>> {
     for found in state::supervisors()? {
         // One that does not answer may use any: that is an error, which ends the command.
         let Some(status) = client::status_of(&found)? else { continue };
-        used.extend(status.accelerators.iter().map(|accel| accelerator::scratch(&status.file, &accel.name)));
+        // A program of before named them by the compose file.
+        for of in [found.path.parent(), Some(&*status.file)].into_iter().flatten() {
+            used.extend(status.accelerators.iter().map(|accel| accelerator::scratch(of, &accel.name)));
+        }
     }
     Ok(used)
 }

@@ -300,7 +300,8 @@ fn diagnose(file: &File, vm: Option<&str>, json: bool) -> anyhow::Result<ExitCod
 
 /// Stops VMs, without a name everything.
 pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
-    let dir = StateDir::of(project)?;
+    // Not that of a supervisor which has ended since: only its door would name it.
+    let dir = StateDir::own(project)?;
     let all = vms.is_empty();
     let Some(mut peer) = peer::ask(project, &Request::Down { vms: vms.clone() })? else {
         // Logs of a supervisor that died; one that is about to end keeps its lock until then.
@@ -308,8 +309,12 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
             let _lock = dir.lock_within(ENDING)?;
             dir.remove();
         }
-        for address in growth::give_back_orphans()? {
+        let devices = growth::give_back_orphans();
+        for address in devices.given {
             crate::say!("{address} given back: its VM died");
+        }
+        for failure in devices.failures {
+            crate::say!("{failure}");
         }
         if json {
             say(&serde_json::to_string(&Event::Done)?)?;

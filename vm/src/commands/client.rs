@@ -40,7 +40,7 @@ const ESCAPE: u8 = 0x1d;
 /// # Errors
 /// When it can't be started.
 pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> {
-    let dir = StateDir::of(project)?;
+    let dir = StateDir::own(project)?;
     for _ in 0..TRIES {
         if let Some(peer) = peer::ask(project, request)? {
             return Ok(peer);

@@ -27,7 +27,6 @@ pub enum Grade {
 pub struct Finding {
     /// The subject of the check.
     pub name: &'static str,
-    /// The result.
     pub grade: Grade,
     /// The check's result in words.
     pub found: String,
@@ -59,8 +58,10 @@ pub fn examine(near: &Path, announce: impl FnOnce()) -> Vec<Finding> {
             Some("make guest (or name kernels and disks of your own)"),
         ),
     });
-    if let Ok(q) = &qemu {
-        let verdict = kvm::verdict(q, kit.as_ref().map(|b| b.kernel.as_path()), kvm::LIMIT, announce);
+    let kernel = kit.as_ref().map(|b| b.kernel.as_path());
+    // A signal ends this process, and the guest's QEMU with it.
+    let verdict = qemu.as_ref().ok().and_then(|q| kvm::verdict(q, kernel, kvm::LIMIT, announce, &|| false));
+    if let Some(verdict) = verdict {
         let (grade, remedy) = if verdict.works {
             (Grade::Good, None)
         } else {

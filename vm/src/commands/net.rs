@@ -3,19 +3,25 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Subcommand;
+use tombolo_control::{net as wire, socket};
 
 use crate::commands::cli::{File, say};
 use crate::commands::{client, ps};
 use crate::compose::{self, Project};
-use crate::project::control::Request;
+use crate::project::control::{NetStatus, Request};
+use crate::project::network::uplink_name;
 use crate::project::peer;
+
+/// Time for the answer of a switch.
+const ANSWER: Duration = Duration::from_secs(1);
 
 /// Commands for the networks of running projects.
 #[derive(Subcommand, Debug)]
 pub enum NetCommand {
-    /// List the networks of a running project: switch, uplink, and who has which address
+    /// List the networks of a running project: switch, uplink, who has which address, and what is down
     Ls {
         /// The compose file
         #[command(flatten)]
@@ -29,7 +35,8 @@ pub enum NetCommand {
 /// The project is not up, or its supervisor does not answer.
 pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
-    let status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
+    let mut status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
+    note_up(&mut status.networks);
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
     } else if status.networks.is_empty() {
@@ -41,6 +48,31 @@ pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
         say(ps::networks(&status).trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Asks the switches, all at once, which ports and uplinks are up. What one doesn't tell within [`ANSWER`] stays unknown.
+fn note_up(networks: &mut [NetStatus]) {
+    std::thread::scope(|scope| {
+        for net in networks.iter_mut().filter(|net| net.trouble.is_none()) {
+            scope.spawn(|| {
+                let request = wire::Request::<(), ()>::Ports;
+                let who = ("switch", "it may be starting");
+                let asked =
+                    socket::ask::<wire::Answer<wire::Ports>>(&net.control, &request, Some(ANSWER), who);
+                if let Ok((answer, _)) = asked {
+                    note(net, &answer);
+                }
+            });
+        }
+    });
+}
+
+fn note(net: &mut NetStatus, answer: &wire::Ports) {
+    let up = |name: &str| answer.ports.iter().find(|port| port.name == name).map(|port| port.up);
+    net.uplink_up = up(&uplink_name(&net.name));
+    for port in &mut net.ports {
+        (port.up, port.uplink_up) = (up(&port.vm), up(&uplink_name(&port.vm)));
+    }
 }
 
 /// The control socket of the switch of network `name` in the running project of this folder (or one above); without a

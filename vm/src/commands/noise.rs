@@ -2,7 +2,7 @@
 //! `tombolo noise`: what interrupts programs on this host or in a VM. In a VM the collector runs through the guest agent, while this host's kernel
 //! records what holds up the threads of the vCPUs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -13,8 +13,9 @@ use tombolo_noise::cli::{Options, show};
 use tombolo_noise::clock::GuestClock;
 use tombolo_noise::recording::{self, Recording};
 use tombolo_noise::report::Below;
-use tombolo_noise::run::{self, COLLECTOR, Collector};
+use tombolo_noise::run::{self, COLLECTOR, Collector, NO_PATCHING};
 use tombolo_noise::timeline;
+use tombolo_qemu::hypervisor::follows_patched_code;
 
 use crate::commands::cli::File;
 use crate::commands::client;
@@ -22,6 +23,7 @@ use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request};
 use crate::project::peer;
 use crate::qemu::Hypervisor;
+use crate::qemu::version::Qemu;
 
 /// The target that names this host.
 const HOST: &str = "host";
@@ -82,10 +84,40 @@ fn vm(project: &Project, name: &str, options: &Options) -> anyhow::Result<(Recor
     let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;
     let threads = vcpu_threads(Path::new("/proc"), pid)?;
     let watch = Collector::watch(&host_cpus(Path::new("/proc"), pid, &threads)?)?;
-    let guest = guest(project, name, &options.measurement.arguments());
+    let mut arguments = options.measurement.arguments();
+    let stale = stale_code(vm.hypervisor, vm.cpus, || Ok(Qemu::find(Some(&program(pid)))?.version));
+    arguments.extend(stale.is_some().then(|| NO_PATCHING.to_owned()));
+    let guest = guest(project, name, &arguments);
     let host = watch.stop()?;
-    let below = below(pid, vm.hypervisor, &threads, &host);
-    Ok((guest?, below))
+    let mut below = below(pid, vm.hypervisor, &threads, &host);
+    let guest = guest?;
+    below.notes.extend(stale.filter(|_| guest.traced.is_empty()));
+    Ok((guest, below))
+}
+
+/// The program that a process runs, also where its file has been replaced.
+fn program(pid: u32) -> PathBuf {
+    format!("/proc/{pid}/exe").into()
+}
+
+/// Returns why the guest's kernel must not patch its code, if it must not. A QEMU that does not tell its version is taken for an old one.
+fn stale_code(
+    hypervisor: Hypervisor,
+    cpus: u32,
+    version: impl FnOnce() -> anyhow::Result<(u32, u32, u32)>,
+) -> Option<String> {
+    if hypervisor == Hypervisor::Kvm || cpus < 2 {
+        return None;
+    }
+    let qemu = match version() {
+        Ok(version) if follows_patched_code(version) => return None,
+        Ok((major, minor, micro)) => format!("QEMU {major}.{minor}.{micro}"),
+        Err(_) => "a QEMU that does not tell its version".to_owned(),
+    };
+    Some(format!(
+        "{qemu} emulates this VM: before 8.1 a CPU may execute code that another one has patched, as it was meanwhile, and the guest's kernel \
+         dies of that; give the kernel the arguments above ('cmdline' in the compose file), or use QEMU 8.1"
+    ))
 }
 
 /// The threads of a QEMU's vCPUs in the guest's order, by the names that QEMU gives them.
@@ -220,6 +252,17 @@ mod tests {
         assert_eq!(host_cpus(proc.path(), 70, &found).unwrap(), "5,6");
         let error = vcpu_threads(proc.path(), 71).unwrap_err().to_string();
         assert!(error.contains("71/task can't be read"), "{error}");
+    }
+
+    #[test]
+    fn only_an_old_emulation_of_several_cpus_keeps_the_guests_kernel_from_patching() {
+        let stale = |hypervisor, cpus, version| stale_code(hypervisor, cpus, || Ok(version));
+        let why = stale(Hypervisor::Tcg, 2, (7, 2, 22)).unwrap();
+        assert!(why.starts_with("QEMU 7.2.22 emulates this VM"), "{why}");
+        assert_eq!(stale(Hypervisor::Tcg, 2, (8, 1, 0)), None);
+        assert_eq!(stale(Hypervisor::Tcg, 1, (7, 2, 22)), None);
+        assert_eq!(stale(Hypervisor::Kvm, 2, (7, 2, 22)), None);
+        assert!(stale_code(Hypervisor::Tcg, 2, || anyhow::bail!("it is gone")).is_some());
     }
 
     #[test]

@@ -37,6 +37,12 @@ pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyho
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
         }
+        if let Some(moved) = found.as_ref().filter(|status| status.file != project.file) {
+            crate::say!(
+                "the project was started as {}, where its VMs still have their files; 'tombolo up' says what its new place changes",
+                moved.file.display()
+            );
+        }
         projects = found.into_iter().collect();
     }
     if !json {
@@ -173,15 +179,26 @@ pub(super) fn networks(status: &Status) -> String {
             None => p.to_string(),
             Some(trouble) => format!("{p} ({trouble})"),
         });
-        let head = [net.name.clone(), switch, dash(&net.uplink), dash(&net.subnet)];
+        let uplink = noted(dash(&net.uplink), [(net.uplink_up, "down")]);
+        let head = [net.name.clone(), switch, uplink, dash(&net.subnet)];
         for (n, port) in net.ports.iter().enumerate() {
             let [name, switch, uplink, subnet] = if n == 0 { head.clone() } else { Default::default() };
             let both: Vec<_> = port.address.iter().chain(&port.address6).cloned().collect();
             let addresses = Some(both.join(",")).filter(|a| !a.is_empty());
-            rows.push([name, switch, uplink, subnet, port.vm.clone(), port.mac.clone(), dash(&addresses)]);
+            let vm = noted(port.vm.clone(), [(port.up, "down"), (port.uplink_up, "uplink down")]);
+            rows.push([name, switch, uplink, subnet, vm, port.mac.clone(), dash(&addresses)]);
         }
     }
     columns(&rows)
+}
+
+/// Returns a name with those of the notes whose condition is known to be false.
+fn noted<const N: usize>(name: String, notes: [(Option<bool>, &str); N]) -> String {
+    let failed = notes.into_iter().filter(|(holds, _)| *holds == Some(false));
+    match failed.map(|(_, note)| note).collect::<Vec<_>>().join(", ") {
+        none if none.is_empty() => name,
+        some => format!("{name} ({some})"),
+    }
 }
 
 /// Formats rows as columns of equal width.

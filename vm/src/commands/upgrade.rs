@@ -47,16 +47,14 @@ pub fn run(options: Options, json: bool) -> anyhow::Result<ExitCode> {
         return Ok(exit_code(follow(peer, json)?));
     }
     tell_of_others()?;
-    let (found, elsewhere): (Vec<_>, Vec<_>) =
-        state::supervisors()?.into_iter().partition(|found| has_this_root(found.process));
+    let (found, elsewhere) = (state::supervisors()?, state::supervisors_elsewhere()?);
     // A package that is installed in a chroot or a container must not replace the host's programs.
-    if !elsewhere.is_empty() {
+    if elsewhere > 0 {
         crate::say!(
-            "projects that run under another root folder go on as they did: {}; to upgrade them: 'tombolo upgrade --all' there",
-            elsewhere.len()
+            "projects that run under another root folder go on as they did: {elsewhere}; to upgrade them: 'tombolo upgrade --all' there"
         );
     }
-    if found.is_empty() && elsewhere.is_empty() && !json {
+    if found.is_empty() && elsewhere == 0 && !json {
         crate::say!("nothing runs");
     }
     let mut code = ExitCode::SUCCESS;
@@ -93,12 +91,6 @@ fn tell_of_others() -> anyhow::Result<()> {
         );
     }
     Ok(())
-}
-
-/// Returns whether a process has the same root folder as this one.
-fn has_this_root(process: u32) -> bool {
-    let number = |path: &str| fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
-    number("/").is_ok_and(|own| number(&format!("/proc/{process}/root/")).is_ok_and(|root| root == own))
 }
 
 fn follow(mut peer: Peer, json: bool) -> anyhow::Result<Outcome> {

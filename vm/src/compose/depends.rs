@@ -105,10 +105,7 @@ impl<'de> Deserialize<'de> for CommandLine {
 
 /// A time, written "500ms", "30s", "2m", or as a number of seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Span(
-    /// The time.
-    pub Duration,
-);
+pub struct Span(pub Duration);
 
 impl Serialize for Span {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
@@ -140,7 +137,10 @@ impl<'de> Deserialize<'de> for Span {
             }
             fn visit_i64<E: de::Error>(self, n: i64) -> Result<Span, E> {
                 let seconds = u64::try_from(n).map_err(|_| E::custom("a time can't be negative"))?;
-                Ok(Span(Duration::from_secs(seconds)))
+                // A time is written in milliseconds, and read again by the supervisor.
+                let milliseconds = seconds.checked_mul(1000);
+                let too_long = || E::custom(format!("{seconds} seconds are too long a time"));
+                milliseconds.map(|ms| Span(Duration::from_millis(ms))).ok_or_else(too_long)
             }
         }
         d.deserialize_any(V)
@@ -283,6 +283,8 @@ mod tests {
         assert_eq!((check.interval.0, check.timeout.0.as_secs()), (Duration::from_millis(500), 2));
         assert_eq!((check.start_period.0.as_secs(), check.command.0.len()), (60, 1));
         assert!(vm("{ command = \"true\", interval = \"soon\" }").unwrap_err().contains("'soon' is no time"));
+        let e = vm("{ command = \"true\", timeout = 9223372036854775807 }").unwrap_err();
+        assert!(e.contains("9223372036854775807 seconds are too long a time"), "{e}");
         assert!(vm("{ command = \"true\", retries = 0 }").unwrap_err().contains("must be more than 0"));
         assert!(parse("[vm.a]\nready = \"running\"\nhealthcheck = { command = \"true\" }\n").is_err());
     }

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -14,18 +13,17 @@ use crate::host;
 
 /// The longest serial number that virtio has room for, in bytes.
 const SERIAL_MAX: usize = 20;
-/// The first bytes of a qcow2 image.
-const MAGIC: &[u8] = b"QFI\xfb";
-/// Bytes of a qcow2 image's header that are read.
-const HEADER: u64 = 80;
-/// The field of a qcow2 image's header that is 0 where it has no backing file.
-const BACKING_OFFSET: Range<usize> = 8..16;
-/// The byte of a qcow2 image's header with its version: 2 or 3.
-const VERSION: usize = 7;
-/// The last byte of the field of a qcow2 image's incompatible features, which version 2 has not.
-const FEATURES: usize = 79;
-/// The feature of an image whose data are in another file.
-const EXTERNAL_DATA: u8 = 4;
+/// Bytes of an image's header that are read.
+const HEADER: u64 = 68;
+/// What the headers of images other than raw ones have, and at which byte. A VMDK image may be a text that names other files.
+const SIGNATURES: [(usize, &[u8], Format); 6] = [
+    (0, b"QFI\xfb", Format::Qcow2),
+    (0, b"KDMV", Format::Vmdk),
+    (0, b"COWD", Format::Vmdk),
+    (0, b"# Disk DescriptorFile", Format::Vmdk),
+    (0, b"vhdxfile", Format::Vhdx),
+    (64, &0xbeda_107f_u32.to_le_bytes(), Format::Vdi),
+];
 
 /// One disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,7 +31,7 @@ const EXTERNAL_DATA: u8 = 4;
 pub struct DiskSpec {
     /// The image, or a block device.
     pub path: PathBuf,
-    /// The image's format; default: see [`Format::guess`].
+    /// The image's format; default: see [`Format::of`].
     #[serde(default)]
     pub format: Option<Format>,
     /// The guest can't write to it.
@@ -76,44 +74,60 @@ impl Format {
         }
     }
 
-    /// The format of an image for which the compose file names none: qcow2 where its name ends so, or where it begins as one does; else raw.
+    /// The format of an image for which the compose file names none: qcow2 where its name ends so, else raw. `before` is the format that the
+    /// VM's QEMU before this one had it in: a guest that reboots gets its disk as it was.
     ///
-    /// A guest can write any header into its raw disk. So an image that is qcow2 by its header alone must not name other files: QEMU would open
-    /// them, and the guest would have what is in them.
+    /// The header decides nothing, since a guest writes what it likes into its raw disk. An image whose header contradicts its name is refused.
     ///
     /// # Errors
-    /// Names the remedy.
-    pub fn guess(path: &Path) -> io::Result<Format> {
-        let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("qcow2"));
-        let mut header = Vec::new();
-        host::open(path, host::Kind::Disk, false)?.take(HEADER).read_to_end(&mut header)?;
-        match (header.starts_with(MAGIC), named) {
-            (true, false) if names_other_files(&header) => Err(io::Error::other(
-                "its header says that it is a qcow2 image over another file, which a guest can write into a raw disk; name its format in disks = \
-                 [{ path = ..., format = \"raw\" }], or format = \"qcow2\" where the image is your own",
-            )),
-            (false, true) => Err(io::Error::other(
-                "its name ends in .qcow2, and it is no such image; rename it, or name its format in disks = [{ path = ..., format = \"raw\" }]",
-            )),
-            (true, _) => Ok(Format::Qcow2),
-            (false, false) => Ok(Format::Raw),
+    /// The image can't be read, or is refused. Names the remedy.
+    pub fn of(path: &Path, before: Option<Format>) -> io::Result<Format> {
+        let image = host::open(path, host::Kind::Disk, false)?;
+        if let Some(before) = before {
+            return Ok(before);
         }
+        let mut header = Vec::new();
+        image.take(HEADER).read_to_end(&mut header)?;
+        let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("qcow2"));
+        let by_name = if named { Format::Qcow2 } else { Format::Raw };
+        let by_header = Format::of_header(&header);
+        if by_header == by_name {
+            return Ok(by_name);
+        }
+        let key = |format: Format| format!("disks = [{{ path = ..., format = \"{}\" }}]", format.name());
+        Err(io::Error::other(match by_header {
+            Format::Raw => format!(
+                "its name ends in .qcow2, and it is no such image; rename it, or name its format in {}",
+                key(Format::Raw)
+            ),
+            other => format!(
+                "its name makes it a {} image, and it begins as a {} image; if that is what it is, name its format in {}{}; if a guest has written that \
+                 into its disk, in {}",
+                by_name.name(),
+                other.name(),
+                key(other),
+                if other == Format::Qcow2 { ", or let its name end in .qcow2" } else { "" },
+                key(by_name),
+            ),
+        }))
+    }
+
+    /// The format that an image begins as.
+    fn of_header(header: &[u8]) -> Format {
+        let is = |(at, signature, _): &(usize, &[u8], Format)| {
+            header.get(*at..).is_some_and(|h| h.starts_with(signature))
+        };
+        SIGNATURES.iter().find(|known| is(known)).map_or(Format::Raw, |(.., format)| *format)
     }
 }
 
-/// Returns whether the header of a qcow2 image names a backing file or a data file (QEMU, docs/interop/qcow2.txt).
-fn names_other_files(header: &[u8]) -> bool {
-    let byte = |at: usize| header.get(at).copied().unwrap_or_default();
-    BACKING_OFFSET.map(byte).any(|b| b != 0) || byte(VERSION) > 2 && byte(FEATURES) & EXTERNAL_DATA != 0
-}
-
 impl DiskSpec {
-    /// The image's format.
+    /// The image's format; `before`: see [`Format::of`].
     ///
     /// # Errors
-    /// See [`Format::guess`].
-    pub fn format(&self) -> io::Result<Format> {
-        self.format.map_or_else(|| Format::guess(&self.path), Ok)
+    /// See [`Format::of`].
+    pub fn format(&self, before: Option<Format>) -> io::Result<Format> {
+        self.format.map_or_else(|| Format::of(&self.path, before), Ok)
     }
 
     /// Returns whether the guest's writes reach the image.
@@ -206,32 +220,44 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_names_other_files_is_qcow2_only_if_its_name_or_the_compose_file_says_so() {
+    fn the_name_or_the_key_decides_an_images_format_and_a_header_that_contradicts_is_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let image = |name: &str, header: &[(usize, u8)]| {
-            let mut bytes = [MAGIC, &[0, 0, 0, 3], &[0; 504]].concat();
-            for &(at, byte) in header {
-                bytes[at] = byte;
-            }
+        let image = |name: &str, at: usize, signature: &[u8]| {
+            let mut bytes = vec![0; 512];
+            bytes[at..at + signature.len()].copy_from_slice(signature);
             let path = dir.path().join(name);
             std::fs::write(&path, bytes).unwrap();
             path
         };
-        let guess = |path: &Path| Format::guess(path).map_err(|e| e.to_string());
-        for over in [[(15, 0x68)].as_slice(), &[(8, 1)], &[(79, 4)]] {
-            let e = guess(&image("disk.img", over)).unwrap_err();
-            assert!(e.starts_with("its header says that it is a qcow2 image over another file"), "{e}");
-            assert_eq!(guess(&image("mine.QCOW2", over)), Ok(Format::Qcow2));
+        let of = |path: &Path| Format::of(path, None).map_err(|e| e.to_string());
+        for (at, signature, format) in SIGNATURES {
+            let disk_image = image("disk.img", at, signature);
+            let e = of(&disk_image).unwrap_err();
+            let remedy = format!("disks = [{{ path = ..., format = \"{}\" }}]", format.name());
+            assert!(
+                e.contains(&format!("it begins as a {} image", format.name())) && e.contains(&remedy),
+                "{e}"
+            );
+            assert!(e.contains("format = \"raw\""), "{e}");
+            assert_eq!(e.contains("let its name end in .qcow2"), format == Format::Qcow2, "{e}");
+            // As a guest that reboots has it.
+            assert_eq!(Format::of(&disk_image, Some(Format::Raw)).unwrap(), Format::Raw);
+            for key in [Format::Raw, format] {
+                let disk = DiskSpec { format: Some(key), ..disk(&disk_image) };
+                assert_eq!(disk.format(None).unwrap(), key);
+            }
         }
-        assert_eq!(guess(&image("cloud.img", &[(79, 1)])), Ok(Format::Qcow2));
-        // Version 2 has other things there.
-        assert_eq!(guess(&image("old.img", &[(7, 2), (79, 4)])), Ok(Format::Qcow2));
-        let e = guess(&image("raw.qcow2", &[(0, 0)])).unwrap_err();
+        assert_eq!(of(&image("mine.QCOW2", 0, b"QFI\xfb\0\0\0\x03")), Ok(Format::Qcow2));
+        let e = of(&image("vm.qcow2", 0, b"vhdxfile")).unwrap_err();
+        assert!(e.contains("its name makes it a qcow2 image, and it begins as a vhdx image"), "{e}");
+        let e = of(&image("raw.qcow2", 0, b"\0")).unwrap_err();
         assert!(e.starts_with("its name ends in .qcow2, and it is no such image"), "{e}");
+        assert_eq!(of(&image("disk.img", 4, b"QFI\xfb")), Ok(Format::Raw));
+        // Encrypted by its guest.
+        assert_eq!(of(&image("disk.img", 0, b"LUKS\xba\xbe")), Ok(Format::Raw));
         std::fs::write(dir.path().join("short"), "QFI").unwrap();
-        assert_eq!(guess(&dir.path().join("short")), Ok(Format::Raw));
-        let disk = DiskSpec { format: Some(Format::Qcow2), ..disk(&image("disk.img", &[(79, 4)])) };
-        assert_eq!(disk.format().unwrap(), Format::Qcow2);
+        assert_eq!(of(&dir.path().join("short")), Ok(Format::Raw));
+        assert!(Format::of(&dir.path().join("none"), Some(Format::Raw)).is_err());
     }
 
     fn disk(path: &Path) -> DiskSpec {

@@ -104,7 +104,6 @@ impl<'a> Expanded<'a> {
         replaced.bare
     }
 
-    /// The text.
     #[must_use]
     pub fn render(&self) -> String {
         let mut text = String::new();

@@ -55,6 +55,11 @@ const TABLES: [Table; 12] = [
                 "Where frames go that are for no VM: \"user\" (a passt for each VM, which reaches no other VM here), { tap = \"tap0\" } or { interface = \"eth1\" }. The device must exist.",
             ),
             (
+                "host_loopback",
+                "false",
+                "With uplink = \"user\": VMs reach what listens on the host's 127.0.0.1 and ::1, at their gateway's address.",
+            ),
+            (
                 "subnet",
                 "\"10.86.N.0/24\"",
                 "Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.",
@@ -130,7 +135,7 @@ const TABLES: [Table; 12] = [
             (
                 "disk",
                 "none",
-                "A disk image, qcow2 or raw, by its name and header (see 'disks'). The VM boots from it where no kernel is named.",
+                "A disk image: qcow2 where its name ends in .qcow2, else raw; for other formats see 'disks'. The VM boots from it where no kernel is named.",
             ),
             ("snapshot", "false", "Throw away what the VM writes to its disk."),
             ("cpus", "2", "Virtual CPUs, 1 to 255."),
@@ -294,8 +299,8 @@ const TABLES: [Table; 12] = [
             ("path", "\"data.img\"", "The image, or a block device. Required."),
             (
                 "format",
-                "by its name and header",
-                "\"raw\", \"qcow2\", \"vdi\", \"vmdk\" or \"vhdx\". An image that its header alone calls qcow2 must not name other files.",
+                "\"qcow2\" where its name ends in .qcow2, else \"raw\"",
+                "\"raw\", \"qcow2\", \"vdi\", \"vmdk\" or \"vhdx\". Without this key an image whose header contradicts its name is refused.",
             ),
             ("readonly", "false", "The guest can't write to it."),
             (

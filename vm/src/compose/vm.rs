@@ -36,7 +36,7 @@ pub struct VmSpec {
     /// More words for the kernel's command line.
     #[serde(default)]
     pub cmdline: Option<String>,
-    /// A disk image (qcow2 or raw).
+    /// A disk image: qcow2 where its name ends in .qcow2, else raw.
     #[serde(default)]
     pub disk: Option<PathBuf>,
     /// Throw away what the VM writes to its disk.

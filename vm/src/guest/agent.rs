@@ -58,11 +58,7 @@ pub enum Error {
     Ended,
     /// A reply of another shape.
     #[error("the guest agent's reply to {command} is not understood: {message}")]
-    Shape {
-        command: &'static str,
-        /// The reason.
-        message: String,
-    },
+    Shape { command: &'static str, message: String },
 }
 
 /// A sender of requests to an agent.

@@ -261,7 +261,7 @@ pub(super) fn start_within(
 pub(super) fn code_of(status: &qga::GuestExecStatus) -> i32 {
     let code = match (status.exitcode, status.signal) {
         (Some(code), _) => code,
-        (None, Some(signal)) => 128 + signal,
+        (None, Some(signal)) => signal.saturating_add(128),
         (None, None) => 255,
     };
     i32::try_from(code).unwrap_or(255)
@@ -426,6 +426,23 @@ mod tests {
         let mut command = std::process::Command::new("/bin/sh");
         command.args(["-c", text, "tombolo"]).arg(arg);
         command
+    }
+
+    #[test]
+    fn a_guest_may_report_any_number_as_an_exit_code_or_a_signal() {
+        let code = |exitcode, signal| {
+            code_of(&qga::GuestExecStatus {
+                exited: true,
+                exitcode,
+                signal,
+                out_data: None,
+                err_data: None,
+                out_truncated: None,
+                err_truncated: None,
+            })
+        };
+        assert_eq!([code(Some(3), Some(9)), code(None, Some(9)), code(None, None)], [3, 137, 255]);
+        assert_eq!([code(Some(i64::MIN), None), code(None, Some(i64::MAX))], [255, 255]);
     }
 
     #[test]

@@ -70,7 +70,6 @@ stty -F "$tty" rows "$2" cols "$3""#;
 /// A client's terminal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Terminal {
-    /// Its size.
     pub size: Size,
     /// Its kind: the variable TERM.
     pub term: String,

@@ -14,6 +14,7 @@ use tombolo_topology::plan::VmPlan;
 use super::partition::{Kernel, Partition, Store};
 use super::{Machine, Phase, QUIT, disks, placement};
 use crate::compose::Ready;
+use crate::guest::agent;
 use crate::project::control::Stage;
 
 /// Lines of the console and of QEMU's log in an error.
@@ -115,6 +116,10 @@ impl Machine {
         }
         let left = deadline.saturating_duration_since(Instant::now()).max(FIRST_ANSWER);
         if let Err(e) = self.agent.ping(left) {
+            // QEMU closes its sockets before the thread that waits for its end notes that.
+            if matches!(e, agent::Error::Ended) {
+                self.wait_end(QUIT);
+            }
             self.check_alive()?;
             return Err(silent(&format!(" ({e})")));
         }

@@ -90,7 +90,6 @@ impl Group {
         Ok(Group { path, procs })
     }
 
-    /// The path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -27,6 +27,8 @@ pub struct Drive {
     pub file: PathBuf,
     /// The file's format.
     pub format: Format,
+    /// The format of the image that the compose file names: the file, or what is under an overlay.
+    pub image: Format,
     /// The guest can't write to it.
     pub read_only: bool,
     /// QEMU keeps what the guest writes to itself.
@@ -53,31 +55,37 @@ impl Drive {
     }
 }
 
-/// The disks of a VM in the guest's order; overlays that are not there yet are made.
+/// The disks of a VM in the guest's order; overlays that are not there yet are made. `before` has the formats that the images had in the VM's QEMU
+/// before this one, and is empty where there was none.
 ///
 /// # Errors
-/// When an overlay can't be made.
-pub fn drives(dir: &StateDir, vm: &str, spec: &VmSpec) -> anyhow::Result<Vec<Drive>> {
+/// When an image is refused (see [`Format::of`]), or an overlay can't be made.
+pub fn drives(dir: &StateDir, vm: &str, spec: &VmSpec, before: &[Format]) -> anyhow::Result<Vec<Drive>> {
+    let mut before = before.iter().copied();
     let mut drives = Vec::new();
     if let Some(file) = &spec.disk {
+        let format =
+            Format::of(file, before.next()).with_context(|| format!("vm.{vm}.disk: {}", file.display()))?;
         drives.push(Drive {
             id: "disk".into(),
             file: file.clone(),
-            format: Format::guess(file).with_context(|| format!("vm.{vm}.disk: {}", file.display()))?,
+            format,
+            image: format,
             read_only: false,
             snapshot: spec.snapshot,
             serial: None,
         });
     }
     for (n, disk) in spec.disks.iter().enumerate() {
-        let format = disk.format().with_context(|| format!("vm.{vm}.disks: {}", disk.path.display()))?;
+        let image =
+            disk.format(before.next()).with_context(|| format!("vm.{vm}.disks: {}", disk.path.display()))?;
         let (file, format) = if disk.overlay {
-            (overlay(dir, vm, n, disk, format)?, Format::Qcow2)
+            (overlay(dir, vm, n, disk, image)?, Format::Qcow2)
         } else {
-            (disk.path.clone(), format)
+            (disk.path.clone(), image)
         };
-        let (read_only, serial) = (disk.readonly, disk.serial.clone());
-        drives.push(Drive { id: format!("disk{n}"), file, format, read_only, snapshot: false, serial });
+        let (id, serial) = (format!("disk{n}"), disk.serial.clone());
+        drives.push(Drive { id, file, format, image, read_only: disk.readonly, snapshot: false, serial });
     }
     Ok(drives)
 }
@@ -167,7 +175,7 @@ mod tests {
             "disk = \"{0}/a,b\"\nsnapshot = true\ndisks = [{{ path = \"{0}/c\", serial = \"data\" }}, {{ path = \"/d\", readonly = true, format = \"vmdk\" }}]",
             folder.path().display()
         ));
-        let drives = drives(&dir, "a", &vm).unwrap();
+        let drives = drives(&dir, "a", &vm, &[]).unwrap();
         let lines: Vec<String> =
             drives.iter().enumerate().flat_map(|(n, d)| d.arguments(n == 0)).map(|(_, v)| v).collect();
         let lines: Vec<String> =
@@ -192,7 +200,7 @@ mod tests {
         std::fs::write(&image, vec![7; 1 << 20]).unwrap();
         let dir = StateDir::at(folder.path().to_owned());
         let vm = spec(&format!("disks = [{{ path = \"{}\", overlay = true }}]", image.display()));
-        let first = drives(&dir, "a", &vm).unwrap().remove(0);
+        let first = drives(&dir, "a", &vm, &[]).unwrap().remove(0);
         assert_eq!((first.format, first.file.file_name().unwrap()), (Format::Qcow2, "a.0.overlay".as_ref()));
         let write = |to: &Path| {
             let io = Command::new("qemu-io").args(["-f", "qcow2", "-c", "write -P 1 0 64k"]).arg(to).output();
@@ -200,10 +208,10 @@ mod tests {
         };
         write(&first.file);
         let before = std::fs::read(&first.file).unwrap();
-        assert_eq!(drives(&dir, "a", &vm).unwrap().remove(0), first);
+        assert_eq!(drives(&dir, "a", &vm, &[]).unwrap().remove(0), first);
         assert_eq!(std::fs::read(&first.file).unwrap(), before, "a restart keeps what was written");
         assert!(std::fs::read(&image).unwrap().iter().all(|&b| b == 7));
-        let other = drives(&dir, "ab", &vm).unwrap().remove(0);
+        let other = drives(&dir, "ab", &vm, &[]).unwrap().remove(0);
         discard(&dir, Some("a"));
         assert!(!first.file.exists() && other.file.exists());
         discard(&dir, None);
@@ -211,36 +219,35 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_writes_a_qcow2_header_into_its_raw_disk_gets_no_file_of_the_host() {
+    fn a_guest_that_writes_an_images_header_into_its_raw_disk_reboots_with_it_as_it_was_and_is_refused_by_up()
+    {
         let folder = tempfile::tempdir().unwrap();
         let dir = StateDir::at(folder.path().to_owned());
-        let [secret, evil, disk] = ["secret", "evil", "disk.img"].map(|name| folder.path().join(name));
-        std::fs::write(&secret, vec![7; 1 << 20]).unwrap();
-        let made = Command::new("qemu-img")
-            .args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"])
-            .args([&secret, &evil])
-            .output();
+        let [evil, disk] = ["evil", "disk.img"].map(|name| folder.path().join(name));
+        // A disk of any size, whose header names no other file.
+        let made =
+            Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&evil).arg("1T").output();
         assert!(made.expect("the package qemu-utils").status.success());
-        for text in [
-            format!("disk = \"{}\"", disk.display()),
-            format!("disks = [{{ path = \"{}\" }}]", disk.display()),
-            format!("disks = [{{ path = \"{}\", overlay = true }}]", disk.display()),
+        for (text, has_overlay) in [
+            (format!("disk = \"{}\"", disk.display()), false),
+            (format!("disks = [{{ path = \"{}\" }}]", disk.display()), false),
+            (format!("disks = [{{ path = \"{}\", overlay = true }}]", disk.display()), true),
         ] {
+            let spec = spec(&text);
             std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
-            drives(&dir, "a", &spec(&text)).unwrap();
-            discard(&dir, None);
-            // The guest's writes, before it reboots.
+            let first = drives(&dir, "a", &spec, &[]).unwrap();
+            assert_eq!((first[0].image, first[0].format == Format::Qcow2), (Format::Raw, has_overlay));
             std::fs::copy(&evil, &disk).unwrap();
-            let e = format!("{:#}", drives(&dir, "a", &spec(&text)).unwrap_err());
-            assert!(
-                e.contains("disk.img: its header says that it is a qcow2 image over another file"),
-                "{e}"
-            );
-            let e = format!("{:#}", crate::host::check_files("a", &spec(&text)).unwrap_err());
+            assert_eq!(drives(&dir, "a", &spec, &[Format::Raw]).unwrap(), first);
+            discard(&dir, None);
+            let e = format!("{:#}", drives(&dir, "a", &spec, &[]).unwrap_err());
+            assert!(e.contains("disk.img: its name makes it a raw image, and it begins as a qcow2"), "{e}");
+            let e = format!("{:#}", crate::host::check_files("a", &spec).unwrap_err());
             assert!(e.contains("format = \"raw\""), "{e}");
         }
         let named = spec(&format!("disks = [{{ path = \"{}\", format = \"raw\" }}]", disk.display()));
-        assert_eq!(drives(&dir, "a", &named).unwrap()[0].format, Format::Raw);
+        crate::host::check_files("a", &named).unwrap();
+        assert_eq!(drives(&dir, "a", &named, &[]).unwrap()[0].format, Format::Raw);
     }
 
     #[test]
@@ -250,7 +257,7 @@ mod tests {
         let over = |image: &str| {
             let image = folder.path().join(image);
             let vm = spec(&format!("disks = [{{ path = \"{}\", overlay = true }}]", image.display()));
-            drives(&dir, "a", &vm).map(|mut drives| drives.remove(0).file)
+            drives(&dir, "a", &vm, &[]).map(|mut drives| drives.remove(0).file)
         };
         for image in ["one.img", "two.img"] {
             std::fs::write(folder.path().join(image), vec![0; 1 << 20]).unwrap();

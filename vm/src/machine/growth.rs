@@ -23,6 +23,7 @@ use tombolo_start::prepare::ProcessMemory;
 
 use crate::compose::VmSpec;
 use crate::machine::Machine;
+use crate::machine::orphans::GivenBack;
 
 /// The id of the memory that grows.
 pub const MEMORY: &str = "vmem0";
@@ -69,17 +70,18 @@ fn limits() -> anyhow::Result<Limits> {
     Limits::read(std::path::Path::new("/")).context("reading the host's limits")
 }
 
-/// Gives back the devices of VMs that died with their supervisor; says which.
-///
-/// # Errors
-/// When a device does not go back to its driver.
-pub fn give_back_orphans() -> anyhow::Result<Vec<Address>> {
+/// Gives back the devices of VMs that died with their supervisor.
+pub fn give_back_orphans() -> GivenBack<Address> {
     match bind::reclaim(&Host::at("/"), &mut Kernel, &Store::of_host()) {
+        Ok(reclaimed) => GivenBack {
+            given: reclaimed.given,
+            failures: reclaimed.failures.iter().map(ToString::to_string).collect(),
+        },
         // The records are another user's, and so are the devices.
         Err(BindError::Record { source, .. }) if source.kind() == ErrorKind::PermissionDenied => {
-            Ok(Vec::new())
+            GivenBack::default()
         }
-        reclaimed => Ok(reclaimed?),
+        Err(e) => GivenBack { given: Vec::new(), failures: vec![e.to_string()] },
     }
 }
 

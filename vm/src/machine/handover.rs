@@ -25,6 +25,7 @@ use super::state::State;
 use super::{Exit, Held, Machine, Phase};
 use crate::child::{Guarded, Handle};
 use crate::compose::VmSpec;
+use crate::compose::disks::Format;
 use crate::guest::agent::Agent;
 use crate::moment::Moment;
 use crate::project::barrier::Inside;
@@ -38,6 +39,8 @@ use crate::qemu::qmp::{Paused, Qmp, QmpState};
 pub struct MachineState {
     name: String,
     spec: VmSpec,
+    #[serde(default)]
+    folder: PathBuf,
     #[serde(alias = "accel")]
     hypervisor: Hypervisor,
     started: Moment,
@@ -52,6 +55,8 @@ pub struct MachineState {
     restarts: u32,
     attempt: u32,
     layout: Layout,
+    #[serde(default)]
+    formats: Vec<Format>,
     placement: Option<VmPlan>,
     threads: Option<Vec<Thread>>,
     ports: Ports,
@@ -94,6 +99,7 @@ impl Machine {
         MachineState {
             name: self.name.clone(),
             spec: self.spec.clone(),
+            folder: self.folder.clone(),
             hypervisor: self.hypervisor,
             started: self.started.into(),
             pid: self.pid,
@@ -107,6 +113,7 @@ impl Machine {
             restarts: self.restarts,
             attempt: self.attempt,
             layout: self.layout,
+            formats: self.formats.clone(),
             placement: self.placement.clone(),
             threads: self.threads.get().cloned(),
             ports: self.ports.lock().unwrap_or_else(PoisonError::into_inner).clone(),
@@ -146,6 +153,7 @@ impl Machine {
             agent: Agent::take_over(left.agent)?,
             name,
             spec: left.spec,
+            folder: left.folder,
             hypervisor: left.hypervisor,
             started: Instant::from(left.started),
             qmp: OnceLock::new(),
@@ -158,6 +166,7 @@ impl Machine {
             restarts: left.restarts,
             attempt: left.attempt,
             layout: left.layout,
+            formats: left.formats,
             placement: left.placement,
             threads: left.threads.map(OnceLock::from).unwrap_or_default(),
             ports: Mutex::new(left.ports),

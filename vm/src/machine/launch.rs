@@ -94,6 +94,7 @@ fn seed_drive(seed: OwnedFd, inherited: &mut Inherited) -> Drive {
         id: "seed".into(),
         file: format!("/proc/self/fd/{}", inherited.add(seed)).into(),
         format: Format::Raw,
+        image: Format::Raw,
         read_only: true,
         snapshot: false,
         serial: None,
@@ -169,6 +170,7 @@ impl Machine {
         let zones = start.zones.iter().map(|(name, zone_use, _)| (name.clone(), zone_use.clone())).collect();
         let memory: BTreeMap<_, _> =
             start.zones.iter().map(|(name, _, invitation)| (name.clone(), invitation.read_only)).collect();
+        let formats = start.drives.iter().map(|drive| drive.image).collect();
         let (own, qemus) = Sockets::pairs()?;
         let mut inherited = Inherited::default();
         let command = command(&mut start, qemus, &mut inherited)?;
@@ -180,6 +182,7 @@ impl Machine {
         let machine = Arc::new(Machine {
             name: start.name.to_owned(),
             spec: start.spec.clone(),
+            folder: start.folder,
             hypervisor: start.hypervisor,
             started,
             console,
@@ -195,6 +198,7 @@ impl Machine {
             restarts: start.before.map_or(0, |b| b.restarts + u32::from(restarted)),
             attempt: start.attempt.or(start.before.map(|b| b.attempt)).unwrap_or(0),
             layout: start.memory,
+            formats,
             placement: start.placement,
             threads: OnceLock::new(),
             ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),

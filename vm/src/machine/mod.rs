@@ -11,10 +11,11 @@
 //! - [`hotplug`]: devices of zones that come to a running VM; [`port`]: virtio-serial ports.
 //! - [`growth`]: passed-through devices, and memory that grows; [`placement`]: the part of the host that a VM lies on.
 //! - [`disks`], [`cgroup`]: overlays of disks, and limits; [`partition`]: CPUs that are the VM's own.
+//! - [`orphans`]: what dead VMs have left.
 //! - [`handover`]: a VM that goes on in the next program of this process.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,6 +27,7 @@ use tombolo_topology::interrupts::Interrupts;
 use tombolo_topology::plan::VmPlan;
 
 use crate::child;
+use crate::compose::disks::Format;
 use crate::compose::{VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
 use crate::guest::kit::Boot;
@@ -50,6 +52,7 @@ pub mod growth;
 pub mod handover;
 pub mod hotplug;
 mod launch;
+pub mod orphans;
 pub mod partition;
 pub mod placement;
 pub mod port;
@@ -58,7 +61,7 @@ mod state;
 mod status;
 pub mod stop;
 
-pub use state::{Exit, Phase};
+pub use state::{Exit, Phase, Sequel};
 
 /// Time for QEMU to end after it was told to.
 const QUIT: Duration = Duration::from_secs(5);
@@ -69,6 +72,8 @@ pub struct Start<'a> {
     pub name: &'a str,
     /// The VM's table of the compose file.
     pub spec: &'a VmSpec,
+    /// The compose file's folder, in which the VM has its files.
+    pub folder: PathBuf,
     pub qemu: &'a Qemu,
     pub hypervisor: Hypervisor,
     /// Kernel and initramfs; `None` boots the disk.
@@ -101,6 +106,7 @@ pub struct Start<'a> {
 pub struct Machine {
     name: String,
     spec: VmSpec,
+    folder: PathBuf,
     hypervisor: Hypervisor,
     started: Instant,
     console: Arc<Console>,
@@ -117,6 +123,8 @@ pub struct Machine {
     restarts: u32,
     attempt: u32,
     layout: Layout,
+    /// Of the images of its disks, in the guest's order. Empty: the program that started the VM has not said them.
+    formats: Vec<Format>,
     placement: Option<VmPlan>,
     /// The threads of its vCPUs, if they are pinned.
     threads: OnceLock<Vec<Thread>>,
@@ -146,6 +154,16 @@ impl Machine {
         &self.spec
     }
 
+    /// The path of the compose file's folder when the VM was started. Empty: the program that started the VM has not said it.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The formats of its disks' images, in the guest's order.
+    pub fn formats(&self) -> &[Format] {
+        &self.formats
+    }
+
     pub fn hypervisor(&self) -> Hypervisor {
         self.hypervisor
     }
@@ -159,7 +177,7 @@ impl Machine {
         &self.console
     }
 
-    /// The monitor.
+    /// The connection to the QMP monitor of the machine's QEMU.
     ///
     /// # Errors
     /// QEMU has not answered yet.

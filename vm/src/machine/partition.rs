@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use tombolo_passthrough::bind::Owner;
 use tombolo_topology::cpus::CpuSet;
 
+use crate::machine::orphans::GivenBack;
 use crate::project::state;
 
 /// The cgroup of the vCPUs' threads, below the VM's.
@@ -201,23 +202,26 @@ pub fn orphans() -> anyhow::Result<Vec<PathBuf>> {
     Ok(Store::of_user()?.orphans().into_iter().map(|record| record.group).collect())
 }
 
-/// Gives the CPUs of VMs that died with their supervisor back to the host; returns the VMs' cgroups, which are removed.
-///
-/// # Errors
-/// The kernel refuses a step.
-pub fn give_back_orphans() -> anyhow::Result<Vec<PathBuf>> {
-    reclaim(&mut Kernel, &Store::of_user()?)
+/// Gives the CPUs of VMs that died with their supervisor back to the host, and removes the VMs' cgroups.
+pub fn give_back_orphans() -> GivenBack<PathBuf> {
+    match Store::of_user() {
+        Ok(store) => reclaim(&mut Kernel, &store),
+        Err(e) => GivenBack { given: Vec::new(), failures: vec![format!("{e:#}")] },
+    }
 }
 
-fn reclaim(kernel: &mut dyn Cgroups, store: &Store) -> anyhow::Result<Vec<PathBuf>> {
-    let mut given = Vec::new();
+fn reclaim(kernel: &mut dyn Cgroups, store: &Store) -> GivenBack<PathBuf> {
+    let mut result = GivenBack::default();
     for record in store.orphans() {
-        let _lock = record.group.parent().filter(|parent| parent.is_dir()).map(lock).transpose()?;
-        undo(kernel, store, &record)?;
-        remove(kernel, &record.group)?;
-        given.push(record.group);
+        result.add(reclaim_one(kernel, store, &record).map(|()| record.group));
     }
-    Ok(given)
+    result
+}
+
+fn reclaim_one(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Result<()> {
+    let _lock = record.group.parent().filter(|parent| parent.is_dir()).map(lock).transpose()?;
+    undo(kernel, store, record)?;
+    remove(kernel, &record.group)
 }
 
 /// Checks that a VM in a cgroup below `parent` could have these CPUs for itself. Nothing is changed.

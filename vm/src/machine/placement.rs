@@ -118,7 +118,7 @@ pub fn dedicated(plan: &VmPlan, spec: &VmSpec, hypervisor: Hypervisor) -> Dedica
     }
 }
 
-/// QEMU's arguments for a VM that lies on a part of the host, `-cpu` included.
+/// QEMU's arguments for a VM that lies on a part of the host, `-cpu` included; its devices are in [`root_complexes`].
 ///
 /// # Errors
 /// This QEMU can't express the plan.
@@ -129,13 +129,11 @@ pub fn arguments(
     hypervisor: Hypervisor,
     shared: bool,
 ) -> anyhow::Result<Vec<Argument>> {
-    let (cpu, vendor) = match hypervisor {
-        Hypervisor::Kvm => ("host", Vendor::of_host()),
-        Hypervisor::Tcg => ("max", Vendor::Emulated),
+    let options = options(qemu, hypervisor, shared);
+    let vendor = match hypervisor {
+        Hypervisor::Kvm => Vendor::of_host(),
+        Hypervisor::Tcg => Vendor::Emulated,
     };
-    let spare_slot = hypervisor == Hypervisor::Tcg;
-    let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
-    let options = Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device };
     let [.., value] = hypervisor.arguments(qemu);
     let dedicated = dedicated(plan, spec, hypervisor);
     let flags = qemu::cpu_flags(plan, vendor) + &dedicated.cpu_flags();
@@ -143,6 +141,22 @@ pub fn arguments(
     list.extend(dedicated.arguments());
     list.extend(qemu::arguments(plan, &options)?);
     Ok(list)
+}
+
+/// QEMU's arguments for the devices of a VM that lies on a part of the host, and the root complexes that they are behind: the last devices of the
+/// command line, as [`qemu::root_complexes`] says.
+pub fn root_complexes(plan: &VmPlan, qemu: &Qemu, hypervisor: Hypervisor) -> Vec<Argument> {
+    qemu::root_complexes(plan, &options(qemu, hypervisor, false))
+}
+
+fn options(qemu: &Qemu, hypervisor: Hypervisor, shared: bool) -> Options<'static> {
+    let cpu = match hypervisor {
+        Hypervisor::Kvm => "host",
+        Hypervisor::Tcg => "max",
+    };
+    let spare_slot = hypervisor == Hypervisor::Tcg;
+    let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
+    Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device }
 }
 
 /// The threads of a QEMU's vCPUs.

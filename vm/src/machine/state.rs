@@ -92,6 +92,14 @@ impl State {
             shares: Vec::new(),
         }
     }
+
+    fn sequel(&self) -> Sequel {
+        match self.phase {
+            Phase::Rebooting => Sequel::Reboot,
+            _ if self.restart_due => Sequel::Policy,
+            _ => Sequel::Nothing,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,6 +115,17 @@ pub enum Phase {
     Failed,
     /// QEMU has ended.
     Ended,
+}
+
+/// The supervisor's next step after the end of a QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sequel {
+    /// The guest rebooted: the VM gets its next QEMU.
+    Reboot,
+    /// The restart policy decides.
+    Policy,
+    /// A command stopped the VM, or the policy has decided.
+    Nothing,
 }
 
 impl Phase {
@@ -178,9 +197,8 @@ impl Machine {
         self.lock().timeline.push((milestone.to_owned(), at));
     }
 
-    /// Notes QEMU's end and returns the next phase. The caller starts a VM in [`Phase::Rebooting`] again, and calls
-    /// [`Machine::close_consoles`] in each case.
-    pub fn set_ended(&self, exit: Exit) -> Phase {
+    /// Notes QEMU's end and returns what the supervisor has to do. The caller does it, and calls [`Machine::close_consoles`] in each case.
+    pub fn set_ended(&self, exit: Exit) -> Sequel {
         let mut state = self.lock();
         state.exit = Some(if state.panicked {
             "the guest's kernel panicked".into()
@@ -198,11 +216,26 @@ impl Machine {
             _ => Phase::Ended,
         };
         let phase = state.phase.clone();
-        state.restart_due = true;
+        state.restart_due = !wanted && state.phase != Phase::Rebooting;
         self.record(&phase, state.exit.as_deref().unwrap_or_default());
+        let sequel = state.sequel();
         drop(state);
         self.changed.notify_all();
-        phase
+        sequel
+    }
+
+    /// Returns the supervisor's next step after QEMU's end.
+    pub fn sequel(&self) -> Sequel {
+        self.lock().sequel()
+    }
+
+    /// Notes that the next QEMU of this VM could not be started, after this one has ended. Returns whether the caller has to let the restart
+    /// policy decide; a thread that has begun to do so already goes on.
+    pub fn set_next_failed(&self) -> bool {
+        let mut state = self.lock();
+        // Also of one that the supervisor had stopped for the next one.
+        state.ending = Some(false);
+        !std::mem::replace(&mut state.restart_due, true)
     }
 
     /// Returns whether the guest switched itself off. `None`: a command stopped the VM, or it has not ended.

@@ -20,12 +20,12 @@ const SWITCH_OFF: Duration = Duration::from_secs(12);
 /// For QEMU to end when told to, its disks flushed.
 const QUIT: Duration = Duration::from_secs(3);
 /// For a killed process to end.
-const KILL: Duration = Duration::from_secs(2);
-/// The sum.
+pub const KILL: Duration = Duration::from_secs(2);
+/// The sum of the times above.
 pub const LONGEST: Duration = Duration::from_secs(22);
 
 impl Machine {
-    /// Stops it, with what is left of [`LONGEST`] until `until`. A guest that is up is first asked to unmount the zones with these identities, and one with a disk to switch itself off.
+    /// Stops it by `until`, or within [`KILL`] where that has passed. A guest that is up is first asked to unmount the zones with these identities, and one with a disk to switch itself off.
     ///
     /// # Errors
     /// When the process does not die.
@@ -60,7 +60,8 @@ impl Machine {
             return Ok(());
         }
         // QEMU flushes its disks when it quits.
-        if self.qmp().is_ok_and(|q| q.execute_within(qmp::quit {}, QUIT).is_ok()) && self.wait_end(QUIT) {
+        let quit = || QUIT.min(remaining(until).saturating_sub(KILL));
+        if self.qmp().is_ok_and(|q| q.execute_within(qmp::quit {}, quit()).is_ok()) && self.wait_end(quit()) {
             return Ok(());
         }
         if !self.has_ended() {
@@ -82,11 +83,12 @@ impl Machine {
         // The agent does not answer this one when it succeeds.
         let asked = agent.is_some_and(|agent| {
             matches!(
-                agent.call(qga::guest_shutdown { mode }, ASK),
+                agent.call(qga::guest_shutdown { mode }, left(until, ASK)),
                 Ok(_) | Err(Error::Silent { command: "guest-shutdown", .. })
             )
         });
-        let pressed = self.qmp().is_ok_and(|q| q.execute_within(qmp::system_powerdown {}, ASK).is_ok());
+        let pressed =
+            self.qmp().is_ok_and(|q| q.execute_within(qmp::system_powerdown {}, left(until, ASK)).is_ok());
         if !asked && !pressed {
             return self.has_ended();
         }
@@ -98,5 +100,9 @@ impl Machine {
 
 /// The time of a step, so that QEMU can still be ended by `until`.
 fn left(until: Instant, step: Duration) -> Duration {
-    step.min(until.saturating_duration_since(Instant::now()).saturating_sub(QUIT + KILL))
+    step.min(remaining(until).saturating_sub(QUIT + KILL))
+}
+
+fn remaining(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now())
 }

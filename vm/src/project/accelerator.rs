@@ -8,37 +8,29 @@
 //!
 //! If a VM owns the accelerator there is no such process: the VM is a member of its clients' zones and serves them ([`crate::project::owner`]).
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::Context;
-use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tombolo_control::accel::{Answer, Listing, Request, Tenant};
-use tombolo_control::socket::Answer as _;
+use tombolo_control::accel::Tenant;
 
-use crate::child::{self, Guarded};
-use crate::compose::accelerator::AccelSpec;
+use crate::child;
 use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
 use crate::machine::{Machine, hotplug};
-use crate::project::barrier::BACKGROUND;
 use crate::project::changes::{self, Kind};
 use crate::project::control::{AccelStatus, AccelVm};
-use crate::project::keeper::{ANSWER, Keeper, Names, Part, Service};
+use crate::project::keeper::{Keeper, Names, Part};
 use crate::project::owner::{Client, Owner};
-use crate::project::patience::Patience;
-use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, Invitation};
 
-use slot::{Channels, Reach, Slot};
+use server::{Server, lock, look};
+use slot::{Reach, Slot};
 
 /// An accelerator of a running project.
 #[derive(Debug)]
@@ -54,63 +46,6 @@ enum Runs {
     Here(Keeper),
     /// In the VM that owns the accelerator.
     In(Arc<Owner>),
-}
-
-#[derive(Debug)]
-struct Server {
-    name: String,
-    spec: AccelSpec,
-    /// The folder in which workers of this host compile. It is removed with the accelerator.
-    scratch: Option<PathBuf>,
-    /// Held while a server is told of slots, which may take long; locked before the others.
-    telling: Mutex<()>,
-    slots: Mutex<BTreeMap<String, Slot>>,
-    /// It serves every slot.
-    link: Mutex<Option<Arc<Mutex<Peer>>>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Asks a server, which answers in the order of the questions: what it answers, or why it won't.
-fn ask<T: DeserializeOwned>(link: &Mutex<Peer>, request: &Request) -> anyhow::Result<Result<T, String>> {
-    let mut link = lock(link);
-    let sent = link.send(request).map_err(anyhow::Error::from);
-    let answer = sent.and_then(|()| link.receive::<Answer<T>>()?.context("the server has ended"));
-    let answer = answer.inspect_err(|_| {
-        // A late answer would be taken for the next one's: without its link this server ends.
-        let _gone_already = link.socket().shutdown(std::net::Shutdown::Both);
-    })?;
-    Ok(answer.into_result())
-}
-
-/// Time for a server to answer `ps`.
-const LOOK: Duration = Duration::from_millis(300);
-
-/// A server's listing, or why there is none within [`LOOK`]. A server that never answers is ended by [`ask`].
-fn look(link: Arc<Mutex<Peer>>, process: u32) -> Result<Listing, &'static str> {
-    const SILENT: &str = "does not answer";
-    let (sender, answer) = mpsc::channel();
-    let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
-        // Another program can't go on with a server that owes an answer.
-        let _inside = BACKGROUND.enter("a question to the server of an accelerator");
-        // A late answer has no receiver.
-        let _late = sender.send(ask(&link, &Request::Ls));
-    });
-    asking.map_err(|_| SILENT)?;
-    let (begun, mut patience) = (Instant::now(), Patience::new(process, Some(LOOK)));
-    loop {
-        match answer.recv_timeout(patience.pause()) {
-            Ok(Ok(Ok(listing))) => return Ok(listing),
-            Err(mpsc::RecvTimeoutError::Timeout) => patience.look().map_err(|_| SILENT)?,
-            _ => return Err(SILENT),
-        }
-        // The project's 'ps' must not wait for it.
-        if begun.elapsed() >= LOOK {
-            return Err("waits for a CPU of this busy host");
-        }
-    }
 }
 
 impl Accelerator {
@@ -415,7 +350,7 @@ impl Part for Accelerator {
             });
         }
         devices().with_context(|| format!("accel.{name}"))?;
-        let scratch = scratch(&project.file, name);
+        let scratch = scratch(dir, name);
         // A supervisor that was killed has left it.
         remove(&scratch);
         crate::project::state::make_private(&scratch)?;
@@ -460,9 +395,9 @@ impl Drop for Accelerator {
     }
 }
 
-/// The folder in which the workers of an accelerator compile.
-pub fn scratch(file: &Path, name: &str) -> PathBuf {
-    let of = format!("{}\n{name}", file.display());
+/// The folder in which the workers of an accelerator compile; `dir` is the folder of the project's logs.
+pub fn scratch(dir: &Path, name: &str) -> PathBuf {
+    let of = format!("{}\n{name}", dir.display());
     let hash = crate::project::state::hash(of.as_bytes()) & 0xffff_ffff;
     std::env::temp_dir().join(format!("tombolo-accel-{hash:08x}"))
 }
@@ -503,100 +438,8 @@ fn remove(folder: &Path) {
     }
 }
 
-impl Server {
-    /// Adds slots for VMs that have none yet.
-    fn add_slots(&self, project: &Project) -> anyhow::Result<()> {
-        let _telling = lock(&self.telling);
-        for (vm, spec) in &project.compose.vm {
-            let Some(used) = spec.accelerators.0.get(&self.name) else { continue };
-            if lock(&self.slots).contains_key(vm) {
-                continue;
-            }
-            let used = used.of(&self.spec);
-            let zone = HostZone::for_calls(&self.name, used.zone_bytes())
-                .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
-            let channels = if self.spec.vm.is_some() {
-                let (channels, window) = used.geometry();
-                Some(Channels { area: zone.prepare_calls(channels, window)?, reach: Reach::Apart })
-            } else {
-                None
-            };
-            let mut slot = Slot { zone: Arc::new(zone), used, served: None, library: None, channels };
-            let link = lock(&self.link).clone();
-            if let Some(link) = link {
-                ask::<()>(&link, &slot.request(vm))?.map_err(anyhow::Error::msg)?;
-                slot.served = Some(true);
-            }
-            // A server that is about to be started is told of it then.
-            lock(&self.slots).insert(vm.clone(), slot);
-        }
-        Ok(())
-    }
-}
-
-impl Service for Server {
-    type Link = Peer;
-
-    /// The server dies with the thread that starts it.
-    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Peer)> {
-        let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(ANSWER))?;
-        let mut command = crate::child::own_program();
-        command.args(["accel", "serve", "--overseen"]);
-        if let Some(scratch) = &self.scratch {
-            command.env("TMPDIR", scratch);
-        }
-        if let Some(metrics) = &self.spec.metrics {
-            command.args(["--metrics", &metrics.to_string()]);
-        }
-        if self.spec.unconfined {
-            command.arg("--unconfined");
-        }
-        if let Some(cgroup) = &self.spec.cgroup {
-            command.arg("--cgroup").arg(cgroup);
-        }
-        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
-        child::tie(&mut command, &[]);
-        Ok((Guarded::spawn(command)?, Peer::new(ours)))
-    }
-
-    /// Tells a new server whom it serves. A VM can damage its own zone, so that no server can enter it again; the others are served.
-    fn begin(&self, link: Peer) -> anyhow::Result<()> {
-        let _telling = lock(&self.telling);
-        let link = Arc::new(Mutex::new(link));
-        let slots: Vec<_> = lock(&self.slots)
-            .iter()
-            .map(|(vm, slot)| (vm.clone(), slot.request(vm), slot.served.is_some()))
-            .collect();
-        for (vm, request, known) in slots {
-            let served = match ask::<()>(&link, &request)? {
-                Ok(()) => true,
-                Err(why) if known => {
-                    crate::say!("{why}; its programs have no accelerator until tombolo down && tombolo up");
-                    false
-                }
-                Err(why) => anyhow::bail!("{why}"),
-            };
-            if let Some(slot) = lock(&self.slots).get_mut(&vm) {
-                slot.served = Some(served);
-            }
-        }
-        *lock(&self.link) = Some(link);
-        Ok(())
-    }
-
-    fn ended(&self) {
-        *lock(&self.link) = None;
-        // The zones are free for the next one when its membership has ended.
-        for slot in lock(&self.slots).values() {
-            if let Err(e) = slot.zone.tend() {
-                crate::say!("{e:#}");
-            }
-        }
-    }
-}
-
 mod handover;
+mod server;
 mod slot;
 pub use handover::AcceleratorState;
 

@@ -75,20 +75,11 @@ pub enum Action {
     /// A part is stopped that the file does not declare (`--remove-orphans`).
     Stop { kind: Kind, name: String },
     /// A part that no running VM uses is ended and started as the file says now.
-    Replace {
-        kind: Kind,
-        name: String,
-        /// The differences.
-        changes: Vec<Change>,
-    },
+    Replace { kind: Kind, name: String, changes: Vec<Change> },
     /// A part is started.
     Start { kind: Kind, name: String },
     /// A VM is stopped and started as the file says now.
-    Restart {
-        name: String,
-        /// The differences.
-        changes: Vec<Change>,
-    },
+    Restart { name: String, changes: Vec<Change> },
     /// A part runs as the file says.
     Keep { kind: Kind, name: String },
     /// A part keeps running as it is. The change is applied when these VMs are restarted in one command; an empty list: when the project
@@ -96,7 +87,6 @@ pub enum Action {
     Wait {
         kind: Kind,
         name: String,
-        /// The differences.
         changes: Vec<Change>,
         /// The VMs.
         restart: Vec<String>,

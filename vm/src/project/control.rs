@@ -155,12 +155,10 @@ pub enum Event {
     Status(Box<Status>),
     /// Output of a command, base64.
     Out {
-        /// The bytes.
         data: String,
     },
     /// Error output of a command, base64.
     Err {
-        /// The bytes.
         data: String,
     },
     /// The command's end.
@@ -282,7 +280,6 @@ pub struct VmStatus {
 pub struct ShareStatus {
     /// Its mount tag.
     pub tag: String,
-    /// The folder.
     pub path: std::path::PathBuf,
     /// The guest can use it.
     pub there: bool,
@@ -297,7 +294,6 @@ pub struct ZoneStatus {
     pub size: u64,
     /// "memfd", "hugetlb" or a path.
     pub backing: String,
-    /// Its identity.
     pub uuid: String,
     /// The path at which other processes of this host open its memory.
     pub path: String,
@@ -317,6 +313,9 @@ pub struct NetStatus {
     pub name: String,
     /// The network outside.
     pub uplink: Option<String>,
+    /// Frames can pass at the uplink of all VMs; none: there is no such uplink, or the switch was not asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uplink_up: Option<bool>,
     /// Addresses of its VMs.
     pub subnet: Option<String>,
     /// Process of its switch; none while that is being started again.
@@ -341,6 +340,12 @@ pub struct PortStatus {
     /// Its IPv6 address, where the network has a prefix.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address6: Option<String>,
+    /// The VM's driver receives; none: the switch was not asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub up: Option<bool>,
+    /// Frames can pass at the VM's own uplink; none: it has none, or the switch was not asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uplink_up: Option<bool>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]

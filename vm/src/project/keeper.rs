@@ -129,6 +129,8 @@ struct State {
     ready: bool,
     /// Why the last one was given up.
     trouble: Option<String>,
+    /// A process is being started; it is not in `process` yet.
+    starting: bool,
     over: bool,
 }
 
@@ -238,7 +240,7 @@ impl Keeper {
         let (mut state, late) = self
             .shared
             .changed
-            .wait_timeout_while(state, ENDING, |s| s.process.is_some())
+            .wait_timeout_while(state, ENDING, |s| s.starting || s.process.is_some())
             .unwrap_or_else(PoisonError::into_inner);
         let named = |pid: u32| {
             let names = &self.shared.names;
@@ -255,6 +257,14 @@ impl Keeper {
         if let Some((_, pid)) = &state.process {
             crate::say!("{} does not die, though it was killed; see /proc/{pid}/stack", named(*pid));
             // Nobody waits for its watcher, which ends with it.
+            return;
+        }
+        if state.starting {
+            crate::say!(
+                "the start of a {} for the {} does not end",
+                self.shared.names.process,
+                self.shared.names.owner()
+            );
             return;
         }
         let ran = state.starts > 0;
@@ -329,12 +339,25 @@ impl Shared {
             return Ok(None);
         }
         state.starts += 1;
-        let (mut process, handle, link) = self.spawn(service)?;
+        state.starting = true;
+        drop(state);
+        // Without the lock: the main thread starts it, and may itself wait for a thread that waits for the lock.
+        let spawned = self.spawn(service);
+        let mut state = self.lock();
+        state.starting = false;
+        let (process, handle, link) = spawned.inspect_err(|_| self.changed.notify_all())?;
+        if state.over {
+            handle.kill();
+        }
+        let over = state.over;
         state.process = Some((handle, process.pid()));
         drop(state);
-        let trouble = self.begin(service, link).err();
+        let trouble = if over { None } else { self.begin(service, link).err() };
         if trouble.is_some() {
-            process.kill();
+            // It is reaped where the state forgets it (`see_out`): another program of this process can't go on with one that is not there.
+            if let Some((handle, _)) = &self.lock().process {
+                handle.kill();
+            }
         }
         Ok(Some((process, trouble)))
     }
@@ -446,5 +469,50 @@ mod tests {
         let (_dir, keeper) = keeper("exec sleep 1000", 1);
         keeper.wait_ready().unwrap();
         assert_eq!(keeper.process().1, 2);
+    }
+
+    /// Starts its process only when it is told to.
+    struct Late {
+        go: Mutex<std::sync::mpsc::Receiver<()>>,
+        shell: Shell,
+    }
+
+    impl Service for Late {
+        type Link = ();
+
+        fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
+            self.go.lock().unwrap().recv()?;
+            self.shell.spawn(log)
+        }
+
+        fn begin(&self, (): ()) -> anyhow::Result<()> {
+            self.shell.begin(())
+        }
+
+        fn ended(&self) {}
+    }
+
+    #[test]
+    fn a_start_that_takes_long_holds_up_no_question_and_its_process_ends_if_none_is_wanted_any_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let names =
+            Names { kind: Kind::Network, name: "a".into(), process: "command", log: dir.path().join("log") };
+        let (go, told) = std::sync::mpsc::channel();
+        let shell = Shell { command: "exec sleep 1000", refusals: 0, begun: AtomicU32::new(0) };
+        let service = Arc::new(Late { go: Mutex::new(told), shell });
+        let keeper = Keeper::start(names, service.clone()).unwrap();
+        while keeper.process().1 == 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!((keeper.process(), keeper.trouble()), ((None, 1), None));
+        std::thread::scope(|scope| {
+            let stopping = scope.spawn(|| keeper.stop());
+            while !keeper.shared.lock().over {
+                std::thread::yield_now();
+            }
+            go.send(()).unwrap();
+            stopping.join().unwrap();
+        });
+        assert_eq!((keeper.process(), service.shell.begun.load(Ordering::SeqCst)), ((None, 1), 0));
     }
 }

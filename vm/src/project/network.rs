@@ -32,6 +32,7 @@ use config::Port;
 mod config;
 mod nic;
 
+pub use config::uplink_name;
 pub use nic::Nic;
 
 /// Longest path of a Unix socket, in bytes.
@@ -264,7 +265,8 @@ impl Switch {
     /// The uplink of all VMs, or those of each.
     fn all_uplinks(&self) -> Vec<UplinkConfig> {
         let own: Vec<_> = self.uplinks().values().map(|(uplink, _)| uplink.clone()).collect();
-        self.spec.uplink.iter().filter_map(config::of_uplink).chain(own).collect()
+        let shared = self.spec.uplink.iter().filter_map(|uplink| config::of_uplink(&self.name, uplink));
+        shared.chain(own).collect()
     }
 
     fn leases(&self) -> BTreeMap<String, Lease> {

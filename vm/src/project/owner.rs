@@ -101,7 +101,6 @@ done"#;
 pub struct Client {
     /// The VM.
     pub vm: String,
-    /// Its zone.
     pub uuid: String,
     /// The request to the server, as `tombolo accel serve --guests` takes it.
     pub guest: Guest,
@@ -150,7 +149,6 @@ impl Owner {
         Owner { vm: vm.to_owned(), present: Mutex::new(present) }
     }
 
-    /// Its name.
     pub fn vm(&self) -> &str {
         &self.vm
     }

@@ -20,6 +20,8 @@ use crate::project::peer::Peer;
 
 /// Milliseconds between looks at a flag while a socket is watched.
 const LOOK: i64 = 100;
+/// The time between two checks whether a console's client has gone while its guest does not read.
+const READY: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Waits until the other side of `socket` goes or says anything (true), or `finished` is set (false).
 pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
@@ -38,6 +40,13 @@ pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
 /// Returns whether the other side of `socket` has closed it.
 pub fn has_gone(socket: &UnixStream) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+}
+
+/// Returns whether the other side of `socket` neither writes nor reads any more.
+fn has_left(socket: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
 }
@@ -227,6 +236,12 @@ fn read_all(machine: &Machine, mut socket: &UnixStream) -> anyhow::Result<()> {
     loop {
         let mut fds = [PollFd::new(socket, PollFlags::IN)];
         let waited = rustix::event::poll(&mut fds, None);
+        // A guest that does not read keeps neither this thread beyond its client nor an upgrade.
+        while !machine.console().is_ready_within(READY) {
+            if has_left(socket) {
+                return Ok(());
+            }
+        }
         let _inside = BACKGROUND.enter(&format!("what is typed on the console of '{}'", machine.name()));
         match waited.map_err(std::io::Error::from).and_then(|_| socket.read(&mut buffer)) {
             Ok(0) => return Ok(()),

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The folder of a running project, and the lock and the door by which commands know that its supervisor lives.
 //!
-//! `$XDG_RUNTIME_DIR/tombolo/` (root: `/run/tombolo/`) has one folder per project, named by the project and a hash of its
-//! compose file's path: `lock` (held with flock by the supervisor, for as long as it lives) and the logs. Sockets are not files: the
-//! supervisor is found and reached by its standard input, a [`Door`] that is named for the compose file, and QEMU talks to it over
-//! inherited descriptors. So a project is found by its compose file alone, whatever becomes of its folder, and nothing has to be swept up
-//! after a crash but that.
+//! `$XDG_RUNTIME_DIR/tombolo/` (root: `/run/tombolo/`) has one folder per project, named by the project and its [`Identity`]'s number: `lock` (held
+//! with flock by the supervisor, for as long as it lives) and the logs. Sockets are not files: the supervisor is found and reached by its standard
+//! input, a [`Door`] that is named for the project's [`Identity`], and QEMU talks to it over inherited descriptors. So a project is found by its
+//! compose file alone, whatever becomes of this folder, and nothing has to be swept up after a crash but that.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -18,6 +17,12 @@ use rustix::fs::FlockOperation;
 use tombolo_zone::door::{self, Door, Found};
 
 use crate::compose::Project;
+use crate::project::identity::{DOOR, Folder, Identity};
+
+/// Bits of a mode by which others could change a folder.
+const CHANGE: u32 = 0o022;
+/// Bits of a mode by which others could do anything with a folder.
+const ANYTHING: u32 = 0o077;
 
 /// The folder of all projects of this user, made if it is missing.
 ///
@@ -25,14 +30,16 @@ use crate::compose::Project;
 /// It can't be made, or belongs to another user.
 pub fn base_dir() -> anyhow::Result<PathBuf> {
     let dir = base()?;
-    make_private(&dir)?;
+    make(&dir)?;
+    check_own(&dir, CHANGE)?;
     Ok(dir)
 }
 
-/// As [`base_dir`], where it need not be there: a command that only looks or removes makes nothing.
+/// As [`base_dir`], where it need not be there: a command that only looks or removes makes nothing. Others may enter it, as they may where
+/// another command of root's made `/run/tombolo` for its sockets; a project's own folder they may not.
 ///
 /// # Errors
-/// It belongs to another user.
+/// It belongs to another user, or others can write to it.
 pub fn base() -> anyhow::Result<PathBuf> {
     let user = rustix::process::geteuid();
     let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
@@ -47,33 +54,56 @@ pub fn base() -> anyhow::Result<PathBuf> {
         dir.display()
     );
     if fs::symlink_metadata(&dir).is_ok() {
-        check_private(&dir)?;
+        check_own(&dir, CHANGE)?;
     }
     Ok(dir)
 }
 
+/// Makes a folder that only this user can open, if it is missing.
 pub(crate) fn make_private(dir: &Path) -> anyhow::Result<()> {
-    match fs::DirBuilder::new().mode(0o700).create(dir) {
-        Ok(()) => {}
-        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(e) => {
-            return Err(e).with_context(|| format!("{} can't be made; set XDG_RUNTIME_DIR", dir.display()));
-        }
-    }
-    check_private(dir)
+    make(dir)?;
+    check_own(dir, ANYTHING)
 }
 
-fn check_private(dir: &Path) -> anyhow::Result<()> {
-    let meta = fs::symlink_metadata(dir)?;
-    if !meta.is_dir()
-        || meta.uid() != rustix::process::geteuid().as_raw()
-        || meta.permissions().mode() & 0o077 != 0
-    {
-        anyhow::bail!(
-            "{} is not a folder that only you can open; remove it or set XDG_RUNTIME_DIR",
-            dir.display()
-        );
+/// Makes a project's folder, and the one of all projects around it, where they have vanished, as at the end of a login session. It may still be
+/// missing then, where there is no room for it, or its place is gone as well.
+///
+/// # Errors
+/// Another user has made one of them, which is possible in `/tmp`.
+pub(crate) fn renew(dir: &Path) -> anyhow::Result<()> {
+    let is_there = |dir: &Path| fs::symlink_metadata(dir).is_ok();
+    if !is_there(dir) {
+        let Some(base) = dir.parent() else { return Ok(()) };
+        if make(base).is_err() {
+            return Ok(());
+        }
+        check_own(base, CHANGE)?;
+        if make(dir).is_err() {
+            return Ok(());
+        }
     }
+    check_own(dir, CHANGE)
+}
+
+fn make(dir: &Path) -> anyhow::Result<()> {
+    match fs::DirBuilder::new().mode(0o700).create(dir) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+            Err(e).with_context(|| format!("{} can't be made; set XDG_RUNTIME_DIR", dir.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses what is no folder of this user, or has one of these bits in its mode.
+fn check_own(dir: &Path, refused: u32) -> anyhow::Result<()> {
+    let meta = fs::symlink_metadata(dir)?;
+    let own = meta.is_dir() && meta.uid() == rustix::process::geteuid().as_raw();
+    anyhow::ensure!(
+        own && meta.permissions().mode() & refused == 0,
+        "{} is not a folder that only you can {}; remove it or set XDG_RUNTIME_DIR",
+        dir.display(),
+        if refused == ANYTHING { "open" } else { "write to" }
+    );
     Ok(())
 }
 
@@ -116,18 +146,30 @@ pub fn at(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// Names of doors of supervisors begin so; the compose file's hash follows.
-const DOOR: &str = "tombolo-project-";
 /// A supervisor's door is its standard input, which it does not read: commands look at one descriptor of each process.
 const DOOR_NUMBER: u32 = 0;
 
-/// The supervisor that lives for this compose file, whatever its environment was and whether or not its folder is still there.
+/// The supervisor that lives for this compose file, whatever its environment was: that of its folder, whatever its name was then, or else one that
+/// was started under this path (see [`Identity::is_of`]).
 ///
 /// # Errors
 /// When /proc can't be read.
 pub fn supervisor(file: &Path) -> io::Result<Option<Found>> {
-    let name = door_name(file);
-    Ok(door::find(|n| n == name, Some(DOOR_NUMBER))?.into_iter().next())
+    let wanted = Identity::of(file);
+    let found = doors_of(&wanted, file)?;
+    let same_folder = found.iter().position(|door| {
+        Identity::of_door(door.name()).is_some_and(|identity| identity.has_folder_of(&wanted))
+    });
+    Ok(found.into_iter().nth(same_folder.unwrap_or_default()))
+}
+
+/// The doors of supervisors of this project.
+fn doors_of(wanted: &Identity, file: &Path) -> io::Result<Vec<Found>> {
+    let mut found = door::find(|name| name.starts_with(DOOR), Some(DOOR_NUMBER))?;
+    found.retain(|door| {
+        Identity::of_door(door.name()).is_some_and(|identity| identity.is_of(door.process, wanted, file))
+    });
+    Ok(found)
 }
 
 /// All supervisors of this user that live.
@@ -140,6 +182,14 @@ pub fn supervisors() -> io::Result<Vec<Found>> {
     Ok(all)
 }
 
+/// The number of supervisors of this user that live under another root folder, such as in a container.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn supervisors_elsewhere() -> io::Result<usize> {
+    Ok(door::find_elsewhere(|n| n.starts_with(DOOR), Some(DOOR_NUMBER))?.len())
+}
+
 /// Supervisors of other users that live; root alone finds some.
 ///
 /// # Errors
@@ -149,10 +199,6 @@ pub fn supervisors_of_others() -> io::Result<Vec<Found>> {
     door::find_of(|user| user != own, |name| name.starts_with(DOOR), Some(DOOR_NUMBER))
 }
 
-fn door_name(file: &Path) -> String {
-    format!("{DOOR}{:016x}", hash(file.as_os_str().as_encoded_bytes()))
-}
-
 /// A project's folder.
 #[derive(Clone, Debug)]
 pub struct StateDir {
@@ -160,7 +206,8 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// The folder of this project: its supervisor's, if one lives. It need not exist.
+    /// The folder of this project: its supervisor's, if one lives. It need not exist. The supervisor's is for reading: another environment
+    /// has named it.
     ///
     /// # Errors
     /// See [`base`].
@@ -169,8 +216,16 @@ impl StateDir {
         if let Some(dir) = living.as_ref().and_then(|found| found.path.parent()) {
             return Ok(StateDir { path: dir.to_owned() });
         }
-        let hash = hash(project.file.as_os_str().as_encoded_bytes());
-        Ok(StateDir { path: base()?.join(format!("{}-{:08x}", project.name, hash & 0xffff_ffff)) })
+        StateDir::own(project)
+    }
+
+    /// The folder of this project in this environment. It need not exist.
+    ///
+    /// # Errors
+    /// See [`base`].
+    pub fn own(project: &Project) -> anyhow::Result<StateDir> {
+        let number = Identity::of(&project.file).number() & 0xffff_ffff;
+        Ok(StateDir { path: base()?.join(format!("{}-{number:08x}", project.name)) })
     }
 
     /// The folder at this path.
@@ -243,7 +298,8 @@ impl StateDir {
     /// Those of the file system.
     pub fn link_zone(&self, zone: &str, target: &str) -> io::Result<()> {
         let link = self.zone_link(zone);
-        fs::create_dir_all(self.path.join("zones"))
+        fs::create_dir(self.path.join("zones"))
+            .or_else(|e| if e.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(e) })
             .and_then(|()| fs::remove_file(&link).or_else(absent))
             .and_then(|()| std::os::unix::fs::symlink(target, &link))
             .map_err(|e| at(&link, &e))
@@ -269,20 +325,21 @@ impl StateDir {
         }
     }
 
-    /// Makes a door of this process, which holds the lock, its standard input. `None`: another process has one for this project, which
-    /// it keeps in another folder.
+    /// Makes a door of this process, which holds the lock and the compose file's folder, its standard input. `None`: another process has one
+    /// for this project, which it keeps in another folder.
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn open_door(&self, file: &Path) -> io::Result<Option<Door>> {
-        let name = door_name(file);
+    pub fn open_door(&self, file: &Path, folder: &Folder) -> io::Result<Option<Door>> {
+        let identity = Identity::in_folder(file, folder)?;
+        let name = identity.door();
         // A supervisor that was killed in the middle of this.
         let path = self.path.join(&name);
         fs::remove_file(&path).or_else(absent)?;
         let door = Door::open(&self.path, &name).map_err(|e| at(&path, &e))?;
         rustix::stdio::dup2_stdin(door.handle())?;
         // Of two that begin at the same time both may see the other here, never neither.
-        let others = door::find(|n| n == name, Some(DOOR_NUMBER))?;
+        let others = doors_of(&identity, file)?;
         if others.iter().any(|found| found.process != std::process::id()) {
             self.close_door();
             return Ok(None);
@@ -310,8 +367,22 @@ impl StateDir {
         }
     }
 
-    /// Removes the folder; called with the lock held.
+    /// Makes the folder again where it has vanished; see [`renew`].
+    ///
+    /// # Errors
+    /// Another user has made one in its place.
+    pub fn renew(&self) -> anyhow::Result<()> {
+        renew(&self.path)
+    }
+
+    /// Removes the folder, unless another user has made it; called with the lock held.
     pub fn remove(&self) {
+        if fs::symlink_metadata(&self.path).is_ok() {
+            if let Err(e) = check_own(&self.path, CHANGE) {
+                crate::say!("{e:#}");
+                return;
+            }
+        }
         if let Err(e) = fs::remove_dir_all(&self.path).or_else(absent) {
             crate::say!("{}: {e}", self.path.display());
         }
@@ -338,11 +409,48 @@ mod tests {
     }
 
     #[test]
+    fn a_folder_that_has_vanished_is_made_again_and_anothers_in_its_place_is_refused_and_stays() {
+        let place = tempfile::tempdir().unwrap();
+        let base = place.path().join("tombolo-1000");
+        let dir = StateDir { path: base.join("p") };
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        dir.renew().unwrap();
+        assert_eq!((mode(&base), mode(&dir.path)), (0o700, 0o700));
+        fs::remove_dir_all(&base).unwrap();
+        // As another user could in /tmp: a folder that everybody can write to, or a link.
+        let set = |mode| fs::set_permissions(&base, fs::Permissions::from_mode(mode)).unwrap();
+        fs::create_dir(&base).unwrap();
+        set(0o777);
+        assert!(dir.renew().unwrap_err().to_string().contains("only you can write to"));
+        assert!(!dir.path.exists());
+        fs::create_dir(&dir.path).unwrap();
+        fs::set_permissions(&dir.path, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(dir.renew().is_err());
+        dir.remove();
+        assert!(dir.path.exists());
+        fs::remove_dir_all(&base).unwrap();
+        std::os::unix::fs::symlink(place.path(), &base).unwrap();
+        assert!(dir.renew().is_err());
+        fs::remove_file(&base).unwrap();
+        // Its place is gone as well: that is nobody's.
+        StateDir { path: place.path().join("gone/tombolo/p") }.renew().unwrap();
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0);
+    }
+
+    #[test]
     fn a_folder_that_others_can_open_is_refused() {
         let base = tempfile::tempdir().unwrap();
         let dir = base.path().join("open");
         fs::create_dir(&dir).unwrap();
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
-        assert!(make_private(&dir).unwrap_err().to_string().contains("only you"));
+        assert!(make_private(&dir).unwrap_err().to_string().contains("only you can open"));
+        assert!(check_own(&dir, CHANGE).unwrap_err().to_string().contains("only you can write to"));
+        // Another command of this user has made it.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
+        check_own(&dir, CHANGE).unwrap();
+        assert!(make_private(&dir).is_err());
+        let link = base.path().join("link");
+        std::os::unix::fs::symlink(&dir, &link).unwrap();
+        assert!(check_own(&link, CHANGE).is_err());
     }
 }

@@ -19,6 +19,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use anyhow::Context;
 use rustix::process::{Resource, Rlimit};
 use tombolo_zone::door::Door;
 
@@ -28,6 +29,7 @@ use crate::machine::{Machine, Phase, disks};
 use crate::project::accelerator::Accelerator;
 use crate::project::barrier::{BACKGROUND, REQUESTS};
 use crate::project::control::Event;
+use crate::project::identity::Folder;
 use crate::project::journal;
 use crate::project::network::Network;
 use crate::project::peer::Peer;
@@ -79,9 +81,11 @@ struct Supervisor {
 
 /// The lock and the door of a project. The process that holds them is the project's supervisor.
 struct Ownership {
-    /// The lock of the project's folder.
+    /// The lock of the project's folder for logs.
     lock: File,
     door: Door,
+    /// The compose file's. `None`: a program without that rule has started the project, and the folder is gone.
+    folder: Option<Folder>,
 }
 
 struct Inner {
@@ -159,14 +163,16 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
 /// Makes this process the project's supervisor. `None`: another process is the supervisor.
 fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Ownership>> {
     let Some(lock) = state.lock()? else { return Ok(None) };
-    let Some(door) = state.open_door(&project.file)? else { return Ok(None) };
+    let folder =
+        Folder::of(&project.file).with_context(|| format!("the folder of {}", project.file.display()))?;
+    let Some(door) = state.open_door(&project.file, &folder)? else { return Ok(None) };
     crate::log::open(&state.path().join("supervisor.log"))?;
     // Those of a supervisor that was killed: what they lie over may have changed since.
     disks::discard(state, None);
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
-    Ok(Some(Ownership { lock, door }))
+    Ok(Some(Ownership { lock, door, folder: Some(folder) }))
 }
 
 impl Supervisor {

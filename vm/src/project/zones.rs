@@ -124,10 +124,7 @@ impl HostZone {
     /// Those of the system.
     pub fn ring(&self, member: &str) -> anyhow::Result<()> {
         let Some(id) = self.lock().get(member).map(|held| held.id) else { return Ok(()) };
-        if let Some(peer) = self.zone.member(id)?.doorbell {
-            self.bells.ring(peer)?;
-        }
-        Ok(())
+        Ok(self.bells.ring_member(id)?)
     }
 
     /// Goes on with the channels that the program before has prepared.
@@ -259,18 +256,11 @@ impl HostZone {
     fn bury(&self, id: MemberId) -> anyhow::Result<()> {
         self.bells.unlisten(id)?;
         self.zone.declare_dead(id)?;
-        self.announce()
+        Ok(self.bells.ring_all()?)
     }
 
-    fn announce(&self) -> anyhow::Result<()> {
-        for peer in self.zone.announce()? {
-            self.bells.ring(peer)?;
-        }
-        Ok(())
-    }
-
-    /// Does the owner's work of each second: stamps its heartbeat, and declares members dead that ended without leaving, such as a
-    /// killed process of the host.
+    /// Does the owner's work of each second: stamps its heartbeat, declares members dead that ended without leaving, such as a
+    /// killed process of the host, and writes into the member table again what a member has changed there.
     ///
     /// # Errors
     /// When the zone's memory can't be reached.
@@ -288,9 +278,9 @@ impl HostZone {
             return Ok(());
         }
         if !self.zone.reap()?.is_empty() {
-            self.announce()?;
+            self.bells.ring_all()?;
         }
-        Ok(())
+        Ok(self.bells.restore(&self.zone)?)
     }
 
     /// Everyone who is in the zone, VMs and processes of the host.

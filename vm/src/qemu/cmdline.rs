@@ -101,7 +101,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
     let mut line = CommandLine(Vec::new());
     line.add("-name", format!("{NAME}{},debug-threads=on", plan.name));
     add_machine(&mut line, plan)?;
-    // Devices of a VM that lies on a part of the host are behind its root complexes.
+    // Devices of a VM that lies on a part of the host are behind its root complexes, at the end.
     let devices = plan.spec.devices.iter().filter(|_| plan.placement.is_none());
     for (n, address) in devices.enumerate() {
         line.add("-device", format!("vfio-pci,id=device{n},host={address}"));
@@ -125,11 +125,13 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
         add_boot(&mut line, plan, boot);
     }
     line.add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny");
-    let CommandLine(mut args) = line;
-    args.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(OsString::from));
-    args.extend(["-display", "none", "-vga", "none"].map(OsString::from));
-    args.extend(plan.spec.qemu_args.iter().map(OsString::from));
-    Ok(args)
+    line.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(OsString::from));
+    line.0.extend(["-display", "none", "-vga", "none"].map(OsString::from));
+    line.0.extend(plan.spec.qemu_args.iter().map(OsString::from));
+    if let Some(placed) = plan.placement {
+        line.add_all(placement::root_complexes(placed, plan.qemu, plan.hypervisor));
+    }
+    Ok(line.0)
 }
 
 /// Adds the machine, its CPUs and its memory.
@@ -275,7 +277,7 @@ mod tests {
         let qemu = Qemu { program: "qemu".into(), version };
         let memory = crate::machine::growth::layout("a", &spec).unwrap();
         let dir = crate::project::state::StateDir::at("/nonexistent".into());
-        let drives = crate::machine::disks::drives(&dir, "a", &spec).unwrap();
+        let drives = crate::machine::disks::drives(&dir, "a", &spec, &[]).unwrap();
         let plan = Plan {
             name: "a",
             spec: &spec,
@@ -324,6 +326,74 @@ mod tests {
             !tcg.contains("hint-dedicated") && !tcg.contains("cpu-pm") && !tcg.contains("invtsc"),
             "{tcg}"
         );
+    }
+
+    /// One that lies on a part of the host with a device, and has devices that name no bus.
+    #[test]
+    fn qemu_starts_a_vm_whose_device_is_behind_a_root_complex() {
+        use std::io::{Read, Write};
+        use std::os::fd::AsRawFd;
+        use std::os::unix::net::UnixStream;
+        use std::process::{Command, Stdio};
+        let spec: VmSpec = toml::from_str(
+            "topology = \"host\"\ncpus = 1\nmemory = \"64M\"\ndevices = [\"0000:81:00.0\"]\nhotplug_ports = 1\n\
+             qemu_args = [\"-S\", \"-device\", \"virtio-balloon-pci\"]",
+        )
+        .unwrap();
+        let mut host =
+            tombolo_topology::read::synthetic("package:1 [numa(memory=16GiB)] core:1 pu:1").unwrap();
+        host.roots = vec![tombolo_topology::model::Root {
+            domain: 0,
+            bus: 0x80,
+            node: Some(0),
+            devices: vec![tombolo_topology::model::Device {
+                address: "0000:81:00.0".into(),
+                ..Default::default()
+            }],
+        }];
+        let requests = placement::requests([("a", &spec)].into_iter());
+        let placed = tombolo_topology::plan::plan(&host, &Default::default(), &requests).unwrap();
+        let channels: [(UnixStream, UnixStream); 3] = std::array::from_fn(|_| UnixStream::pair().unwrap());
+        let of_qemu = channels.each_ref().map(|(_, other)| {
+            rustix::io::fcntl_setfd(other, rustix::io::FdFlags::empty()).unwrap();
+            other.as_raw_fd()
+        });
+        let qemu = Qemu::find(None).expect("the package qemu-system-x86");
+        let plan = Plan {
+            name: "a",
+            spec: &spec,
+            qemu: &qemu,
+            hypervisor: Hypervisor::Tcg,
+            boot: None,
+            monitor: of_qemu[0],
+            console: of_qemu[1],
+            agent: of_qemu[2],
+            memory: crate::machine::growth::layout("a", &spec).unwrap(),
+            zones: vec![],
+            nics: &[],
+            drives: &[],
+            placement: Some(&placed.vms[0]),
+        };
+        let mut args = arguments(&plan).unwrap();
+        // Stands in for the host's device, which this machine need not have.
+        let device = args.iter_mut().find(|word| **word == *"vfio-pci,host=0000:81:00.0,bus=root0.0");
+        *device.expect("the device is behind its root complex") = "e1000e,romfile=,bus=root0.0".into();
+        let mut child = Command::new(&qemu.program)
+            .args(&args)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let [(mut monitor, other), ..] = channels;
+        drop(other);
+        let ask = monitor.write_all(b"{\"execute\": \"qmp_capabilities\"}\n{\"execute\": \"quit\"}\n");
+        let mut said = String::new();
+        // A QEMU that refuses its arguments resets the connection.
+        let _ = monitor.read_to_string(&mut said);
+        let mut refused = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut refused).unwrap();
+        assert!(child.wait().unwrap().success() && ask.is_ok(), "{refused}");
+        assert!(said.contains("\"QMP\""), "{said}");
     }
 
     #[test]
@@ -423,19 +493,17 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_boots_by_itself_and_its_format_is_told_by_its_header() {
+    fn a_disk_boots_by_itself_and_its_format_is_told_by_its_name() {
         let dir = tempfile::tempdir().unwrap();
-        let disk: PathBuf = dir.path().join("a,b.img");
+        let disk: PathBuf = dir.path().join("a,b.qcow2");
         std::fs::write(&disk, b"QFI\xfb\0\0\0\x03").unwrap();
         let spec = format!("disk = \"{}\"\nsnapshot = true\nqemu_args = [\"-S\"]", disk.display());
         let line = line(&spec, Hypervisor::Tcg, vec![]);
-        assert!(line.contains("a,,b.img,if=none,id=disk,format=qcow2,snapshot=on"), "{line}");
+        assert!(line.contains("a,,b.qcow2,if=none,id=disk,format=qcow2,snapshot=on"), "{line}");
         assert!(line.contains("virtio-blk-pci,drive=disk,bootindex=0 "), "{line}");
         assert!(line.ends_with("-S") && !line.contains("-kernel"));
         // QEMU refuses a second 'first': the kernel is.
         let both = self::line(&format!("kernel = \"/k\"\n{spec}"), Hypervisor::Tcg, vec![]);
         assert!(both.contains("-kernel /k") && !both.contains("bootindex"), "{both}");
-        std::fs::write(&disk, b"no").unwrap();
-        assert_eq!(crate::compose::disks::Format::guess(&disk).unwrap().name(), "raw");
     }
 }

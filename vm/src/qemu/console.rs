@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
 use tombolo_zone::keep::{Keep, Kept};
 
@@ -18,6 +18,9 @@ use crate::project::barrier::BACKGROUND;
 
 /// Bytes of the end that are kept in memory.
 const TAIL: usize = 16 << 10;
+
+/// Bytes that are read at once. A VM has two consoles, its own and QEMU's, each with a thread and such a buffer.
+const CHUNK: usize = 8 << 10;
 
 /// The console of one VM.
 #[derive(Debug)]
@@ -155,7 +158,7 @@ impl Console {
     }
 
     fn pump(&self, mut reader: UnixStream) {
-        let mut buffer = vec![0; 64 << 10];
+        let mut buffer = [0; CHUNK];
         loop {
             let mut fds = [PollFd::new(&reader, PollFlags::IN)];
             let waited = rustix::event::poll(&mut fds, None);
@@ -236,6 +239,19 @@ impl Console {
     /// A watcher has gone.
     pub fn unwatch(&self, watcher: &Arc<UnixStream>) {
         self.lock().watchers.retain(|w| !Arc::ptr_eq(w, watcher));
+    }
+
+    /// Waits at most `limit` until [`Console::type_in`] of some KB would not block, and returns whether that is so. QEMU does not read for a
+    /// guest that does not, once the buffers between them hold some 100 KB.
+    pub fn is_ready_within(&self, limit: Timespec) -> bool {
+        let inner = self.lock();
+        if inner.ended {
+            return true;
+        }
+        let input = inner.input.clone();
+        drop(inner);
+        // type_in() tells of an error.
+        !matches!(rustix::event::poll(&mut [PollFd::new(&*input, PollFlags::OUT)], Some(&limit)), Ok(0))
     }
 
     /// Types into the console. Between two QEMUs of a VM that reboots the input is lost.

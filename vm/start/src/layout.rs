@@ -72,7 +72,7 @@ pub enum LayoutError {
     BootTooSmall {
         /// MiB asked for at start.
         boot: u64,
-        /// The least.
+        /// MiB that a guest kernel needs for that map and for itself.
         least: u64,
     },
     /// No block size keeps within the limit.

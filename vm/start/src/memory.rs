@@ -72,7 +72,7 @@ pub enum Source {
     File(PathBuf),
     /// Anonymous memory of a process, at an address of its own.
     Anonymous {
-        /// The process.
+        /// The PID of the process that has the memory mapped.
         pid: u32,
         /// The first byte's address.
         start: u64,

@@ -19,7 +19,7 @@ pub enum MonitorError {
     /// QEMU refused the command.
     #[error("QEMU refused {command}: {reason}")]
     Refused {
-        /// The command.
+        /// The refused command's name.
         command: String,
         /// QEMU's reason.
         reason: String,

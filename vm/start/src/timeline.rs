@@ -50,7 +50,7 @@ impl Event {
 /// An event and when it was.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Mark {
-    /// The event.
+    /// The step of the start that was reached.
     pub event: Event,
     /// Seconds of the host's monotonic clock.
     pub at: f64,

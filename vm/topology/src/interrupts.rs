@@ -20,7 +20,7 @@ use crate::cpus::CpuSet;
     "interrupt {number} of {device} can't be handled by the CPUs {cpus}: {path}: {source}; it stays on the CPUs {stays}"
 )]
 pub struct Refused {
-    /// The interrupt.
+    /// The number in /proc/irq.
     pub number: u32,
     /// The device's address.
     pub device: String,

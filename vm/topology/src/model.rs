@@ -50,7 +50,7 @@ pub struct Node {
     pub os: u32,
     /// CPUs that are near. Those of a node without CPUs of its own are the CPUs of its neighbours.
     pub cpus: CpuSet,
-    /// Bytes.
+    /// Bytes of the node's memory, used or not.
     pub memory: u64,
     /// Huge pages that are reserved and unused.
     #[serde(default)]

@@ -84,7 +84,7 @@ pub struct Vcpu {
 pub struct GuestNode {
     /// The host's node whose memory it is.
     pub host: u32,
-    /// Bytes.
+    /// Bytes of the guest's memory on this node.
     pub memory: u64,
     /// Bandwidth and latency of the memory, if the host's firmware has them.
     pub access: Option<Access>,
@@ -138,7 +138,7 @@ pub enum PlanError {
     NoSuchNode {
         /// The VM.
         vm: String,
-        /// The node.
+        /// The number that the VM asked for.
         node: u32,
         /// Those that exist.
         nodes: String,
@@ -150,7 +150,7 @@ pub enum PlanError {
     NodeWithoutCpus {
         /// The VM.
         vm: String,
-        /// The node.
+        /// The number of the host's node without CPUs.
         node: u32,
     },
     /// The CPUs of a VM belong to a node without memory.
@@ -160,7 +160,7 @@ pub enum PlanError {
     NodeWithoutMemory {
         /// The VM.
         vm: String,
-        /// The node.
+        /// The number of the host's node without memory.
         node: u32,
     },
     /// A CPU belongs to no node.
@@ -178,11 +178,11 @@ pub enum PlanError {
         vm: String,
         /// MiB.
         wanted: u64,
-        /// The pages.
+        /// The size of the pages that were asked for or chosen.
         pages: PageSize,
         /// The free memory of each node.
         nodes: String,
-        /// The remedy.
+        /// What frees enough memory, as an imperative.
         remedy: &'static str,
     },
     /// QEMU has no words for a cache that several dies share.
@@ -192,7 +192,7 @@ pub enum PlanError {
     CacheAcrossDies {
         /// The VM.
         vm: String,
-        /// The cache.
+        /// The number of the cache in the host's topology.
         l3: u32,
     },
     /// QEMU has no words for a core that belongs to two nodes.
@@ -202,7 +202,7 @@ pub enum PlanError {
     CoreAcrossNodes {
         /// The VM.
         vm: String,
-        /// The core.
+        /// The number of the core in the host's topology.
         core: u32,
     },
     /// A VM gets a device that is not there.
@@ -212,7 +212,7 @@ pub enum PlanError {
     NoDevice {
         /// The VM.
         vm: String,
-        /// The device.
+        /// The device's PCI address, as the VM asked for it.
         address: String,
     },
     /// A guest has 256 buses.

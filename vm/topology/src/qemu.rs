@@ -60,8 +60,8 @@ pub type Argument = (&'static str, String);
 /// The highest APIC id of a machine without interrupt remapping.
 const HIGHEST_APIC_ID: u32 = 254;
 
-/// QEMU's arguments for CPUs, memory, nodes and root complexes. The machine's type, `-m` and `-cpu` are the caller's: see [`VmPlan::memory`] and
-/// [`cpu_flags`].
+/// QEMU's arguments for CPUs, memory and nodes. The machine's type, `-m` and `-cpu` are the caller's: see [`VmPlan::memory`] and [`cpu_flags`]. The
+/// devices are in [`root_complexes`].
 ///
 /// # Errors
 /// This QEMU can't express the plan.
@@ -72,10 +72,17 @@ pub fn arguments(plan: &VmPlan, options: &Options<'_>) -> Result<Vec<Argument>, 
     nodes_of_slots(plan, options, &mut list);
     distances(plan, &mut list);
     access(plan, &mut list);
+    Ok(list)
+}
+
+/// QEMU's arguments for root complexes and the devices behind them. They must be the last ones with devices: QEMU puts a device that names no bus on
+/// the root complex that it has made last, where it takes bridges alone.
+pub fn root_complexes(plan: &VmPlan, options: &Options<'_>) -> Vec<Argument> {
+    let mut list = Vec::new();
     for (number, root) in plan.roots.iter().enumerate() {
         root_complex(number, root, options, &mut list);
     }
-    Ok(list)
+    list
 }
 
 /// The vendor of the CPU that a guest sees.
@@ -315,7 +322,8 @@ mod tests {
             devices: devices.iter().map(ToString::to_string).collect(),
         };
         let plan = plan(host, rules, &[request]).unwrap();
-        let list = arguments(&plan.vms[0], &OPTIONS).unwrap();
+        let mut list = arguments(&plan.vms[0], &OPTIONS).unwrap();
+        list.extend(root_complexes(&plan.vms[0], &OPTIONS));
         list.iter().map(|(option, value)| format!("{option} {value}")).collect::<Vec<_>>().join(" ")
     }
 

@@ -98,7 +98,7 @@ pub struct Request {
     pub cpus: u32,
     /// Bytes, a multiple of 2 MiB.
     pub memory: u64,
-    /// Its pages.
+    /// The size of the pages that hold the VM's memory.
     pub pages: Pages,
     /// Addresses of the host's PCI functions that it gets.
     pub devices: Vec<String>,

@@ -372,6 +372,7 @@ impl Bench {
         let arguments = qemu::arguments(plan, &options).unwrap();
         let mut layout: Vec<OsString> = arguments
             .into_iter()
+            .chain(qemu::root_complexes(plan, &options))
             .flat_map(|(option, value)| [OsString::from(option), value.into()])
             .collect();
         layout.extend(["-m".into(), format!("{}M", plan.memory() / MIB).into()]);

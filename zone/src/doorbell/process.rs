@@ -39,7 +39,7 @@ impl Process {
         (!hung_up).then(|| Process { pid: number, started, fd: Arc::new(fd) })
     }
 
-    /// Its number.
+    /// The PID; the kernel may have given it to another process once this one has ended.
     pub fn id(&self) -> u32 {
         self.pid
     }

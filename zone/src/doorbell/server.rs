@@ -39,7 +39,7 @@ const RECOVERY: Duration = Duration::from_millis(200);
 pub enum Event {
     /// A member's doorbell is connected; the member's slot has the peer id already.
     Joined {
-        /// The member.
+        /// The slot that the doorbell belongs to.
         member: MemberId,
         /// Its ivshmem peer id.
         peer: u16,
@@ -48,7 +48,7 @@ pub enum Event {
     },
     /// A member's doorbell is gone: its QEMU ended, or the device was unplugged. The member's slot has no peer id any more.
     Left {
-        /// The member.
+        /// The slot that the doorbell belonged to.
         member: MemberId,
         /// The peer id that it had. Peer ids are not used twice.
         peer: u16,
@@ -85,7 +85,13 @@ enum Command {
     Stop,
 }
 
-type Bells = Arc<Mutex<BTreeMap<u16, Vec<Arc<OwnedFd>>>>>;
+type Bells = Arc<Mutex<BTreeMap<u16, Doorbell>>>;
+
+/// A connected doorbell.
+struct Doorbell {
+    member: MemberId,
+    vectors: Vec<Arc<OwnedFd>>,
+}
 
 /// The doorbell server of one zone. Dropping it stops the thread, closes connections and removes its sockets.
 pub struct DoorbellServer {
@@ -110,9 +116,14 @@ impl DoorbellServer {
         let failed = |e| Error::io("taking over a doorbell server", e);
         let take = |kept: Kept| kept.take().map(Arc::new).map_err(failed);
         let hosts = state.hosts.resume().map_err(failed)?;
+        let members: BTreeMap<u16, MemberId> = state.clients.iter().map(|c| (c.peer, c.member)).collect();
         let mut bells = BTreeMap::new();
         for (peer, vectors) in state.bells {
-            bells.insert(peer, vectors.into_iter().map(take).collect::<Result<Vec<_>>>()?);
+            let vectors = vectors.into_iter().map(take).collect::<Result<Vec<_>>>()?;
+            // Each peer with a doorbell is a client.
+            if let Some(member) = members.get(&peer) {
+                bells.insert(peer, Doorbell { member: *member, vectors });
+            }
         }
         let mut clients = BTreeMap::new();
         for client in state.clients {
@@ -211,10 +222,40 @@ impl DoorbellServer {
 
     /// Rings a peer; false: there is none of this id (any more).
     pub fn ring(&self, peer: u16) -> Result<bool> {
-        match lock(&self.bells).get(&peer).and_then(|vectors| vectors.first()) {
+        match lock(&self.bells).get(&peer).and_then(|bell| bell.vectors.first()) {
             Some(bell) => wire::ring(bell.as_fd()).map(|()| true),
             None => Ok(false),
         }
+    }
+
+    /// Rings the doorbells of a member, whatever its slot says of them.
+    pub fn ring_member(&self, member: MemberId) -> Result<()> {
+        self.ring_those(|bell| bell.member == member)
+    }
+
+    /// Rings all doorbells, so that each member looks at its pending bits.
+    pub fn ring_all(&self) -> Result<()> {
+        self.ring_those(|_| true)
+    }
+
+    fn ring_those(&self, which: impl Fn(&Doorbell) -> bool) -> Result<()> {
+        let mut rung = Ok(());
+        for bell in lock(&self.bells).values().filter(|bell| which(bell)) {
+            rung = rung.and(bell.vectors.first().map_or(Ok(()), |vector| wire::ring(vector.as_fd())));
+        }
+        rung
+    }
+
+    /// Writes the peer ids of all connected doorbells into the member table again, where a member has changed them: a VM finds its slot by its own.
+    pub fn restore(&self, zone: &Zone) -> Result<()> {
+        let bells = lock(&self.bells);
+        for id in MemberId::all() {
+            let peer = bells.iter().find(|(_, bell)| bell.member == id).map(|(peer, _)| *peer);
+            if zone.doorbell(id)? != peer {
+                zone.set_doorbell(id, peer)?;
+            }
+        }
+        Ok(())
     }
 
     fn command(&self, command: Command) -> Result<()> {
@@ -467,21 +508,24 @@ impl Work {
         let mut backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)> =
             [(wire::VERSION, None), (i64::from(peer), None), (wire::SHARED_MEMORY, Some(Arc::new(page)))]
                 .into();
-        for (other, bells) in lock(&self.bells).iter() {
-            for bell in bells {
+        for (other, bell) in lock(&self.bells).iter() {
+            for bell in &bell.vectors {
                 backlog.push_back((i64::from(*other), Some(Arc::clone(bell))));
             }
         }
         // From here on the id is used, also after an error.
         self.next_peer = peer.checked_add(1);
-        // The slot has the peer id before the guest can look for it.
-        self.zone.set_doorbell(member, Some(peer))?;
         let others: Vec<u16> = self.clients.keys().copied().collect();
         for vector in &vectors {
             backlog.push_back((i64::from(peer), Some(Arc::clone(vector))));
         }
         self.clients.insert(peer, Client { member, stream, backlog });
-        lock(&self.bells).insert(peer, vectors.clone());
+        {
+            // Under the lock, so that no restore comes between the two. The slot has the peer id before the guest can look for it.
+            let mut bells = lock(&self.bells);
+            self.zone.set_doorbell(member, Some(peer))?;
+            bells.insert(peer, Doorbell { member, vectors: vectors.clone() });
+        }
         for other in others {
             for vector in &vectors {
                 self.send(other, i64::from(peer), Some(Arc::clone(vector)));
@@ -543,7 +587,7 @@ impl Work {
             lock(&self.bells).remove(&peer);
             let member = client.member;
             drop(client);
-            let still = self.zone.member(member).map(|m| m.doorbell == Some(peer)).unwrap_or(false);
+            let still = self.zone.doorbell(member).is_ok_and(|there| there == Some(peer));
             if still {
                 // The zone was writable when the slot was set.
                 let _ = self.zone.set_doorbell(member, None);
@@ -566,7 +610,8 @@ impl Work {
     fn hand_over(&self) -> io::Result<Taken> {
         let (mut keep, mut copies) = (Keep::default(), Vec::new());
         let bells = lock(&self.bells);
-        let bells = bells.iter().map(|(peer, all)| (*peer, all.iter().map(|bell| keep.add(bell)).collect()));
+        let bells =
+            bells.iter().map(|(peer, all)| (*peer, all.vectors.iter().map(|v| keep.add(v)).collect()));
         let bells = bells.collect();
         let mut clients = Vec::new();
         for (peer, client) in &self.clients {

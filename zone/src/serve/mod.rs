@@ -3,8 +3,9 @@
 //!
 //! The server owns the zone and listens for each VM that has a slot in the member table. The process that connects to a VM's socket is the VM:
 //! the server holds the slot's liveness until that process has ended. Then it declares the VM dead, tells the other members, and keeps the
-//! slot for the VM's next start. Any process that can write the zone invites and expels VMs by changing the member table; the server reads the
-//! table once a second and needs no commands. It ends when no VM is invited any more.
+//! slot for the VM's next start. `tombolo zone invite` and `expel` write and remove a record of the VM in the zone's [`room`]; the server reads the
+//! records once a second and needs no commands. It ends when no VM is invited any more. The VMs that the member table had when the server
+//! started are invited, too; afterwards the table, which each member can write, decides nothing.
 //!
 //! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
 //! - [`access`]: permissions of the sockets.
@@ -24,10 +25,10 @@ use std::time::{Duration, Instant};
 
 use crate::doorbell::process::Process;
 use crate::doorbell::{DoorbellServer, Event};
-use crate::{Error, Liveness, Member, MemberId, MemberState, Result, Role, Zone};
+use crate::{Error, Liveness, MemberId, MemberState, Result, Rights, Role, Zone};
 use room::Room;
 
-/// Interval at which the server reads the member table and stamps the owner's heartbeat.
+/// Interval at which the server reads the invitations and stamps the owner's heartbeat.
 const TICK: Duration = Duration::from_secs(1);
 
 /// An event that the server handles.
@@ -44,6 +45,12 @@ struct Guest {
     _liveness: Liveness,
 }
 
+/// An invited VM.
+struct Invited {
+    name: String,
+    rights: Rights,
+}
+
 /// The server of one zone.
 pub struct Server {
     zone: Arc<Zone>,
@@ -51,8 +58,8 @@ pub struct Server {
     room: Room,
     happenings: Receiver<Happening>,
     sender: Sender<Happening>,
-    /// Names of VMs that have a socket.
-    listening: BTreeMap<MemberId, String>,
+    /// VMs that have a socket.
+    listening: BTreeMap<MemberId, Invited>,
     guests: BTreeMap<MemberId, Guest>,
 }
 
@@ -63,7 +70,7 @@ impl Server {
     /// [`Error::InUse`] if a process owns the zone, or VMs of an earlier server live; those of the system.
     pub fn start(path: &Path) -> Result<Server> {
         let zone = Arc::new(Zone::take_over(path)?);
-        let room = Room::of(zone.uuid());
+        let room = Room::of(zone.uuid())?;
         room.make()?;
         room.note_server()?;
         let (bells, events) = DoorbellServer::start(Arc::clone(&zone))?;
@@ -75,6 +82,7 @@ impl Server {
             .map_err(|e| Error::io("starting a thread", e))?;
         let (listening, guests) = (BTreeMap::new(), BTreeMap::new());
         let mut server = Server { zone, bells, room, happenings, sender, listening, guests };
+        server.adopt()?;
         server.look()?;
         Ok(server)
     }
@@ -116,48 +124,70 @@ impl Server {
     fn tend(&mut self) -> Result<()> {
         self.zone.beat()?;
         if !self.zone.reap()?.is_empty() {
-            self.announce()?;
+            self.bells.ring_all()?;
         }
+        self.bells.restore(&self.zone)?;
         self.look()
     }
 
-    fn announce(&self) -> Result<()> {
-        for peer in self.zone.announce()? {
-            self.bells.ring(peer)?;
+    /// Invites the VMs of the member table: the folder of records does not outlive the host's next start, the zone's file does.
+    fn adopt(&self) -> Result<()> {
+        let known = self.room.invited()?;
+        for member in self.zone.members()?.into_iter().filter(|m| m.role == Some(Role::Vm)) {
+            // A name that no VM can have is none.
+            if crate::member::name_to("", "", &member.name).is_ok() && !known.contains_key(&member.name) {
+                self.room.invite(&member.name, member.rights)?;
+            }
         }
         Ok(())
     }
 
-    /// Makes a socket for each VM in the member table, and removes the sockets of expelled ones.
+    /// Makes a socket for each invited VM, and removes the sockets of expelled ones.
     fn look(&mut self) -> Result<()> {
-        let members = self.zone.members()?;
-        let invited: Vec<&Member> = members.iter().filter(|m| m.role == Some(Role::Vm)).collect();
-        let still = |id, name: &str| invited.iter().any(|m| m.id == id && m.name == name);
-        let gone: Vec<MemberId> =
-            self.listening.iter().filter(|(id, name)| !still(**id, name)).map(|(id, _)| *id).collect();
-        for id in gone {
+        let mut invited = self.room.invited()?;
+        let mut done = Ok(());
+        let expelled = |(id, vm): (&MemberId, &Invited)| (!invited.contains_key(&vm.name)).then_some(*id);
+        for id in self.listening.iter().filter_map(expelled).collect::<Vec<_>>() {
             self.listening.remove(&id);
             self.bells.unlisten(id)?;
+            done = done.and(self.zone.remove(id));
         }
-        for member in invited {
-            if self.listening.contains_key(&member.id) {
-                continue;
+        for (id, vm) in &mut self.listening {
+            // The rights of one that runs change when it has ended.
+            match invited.get(&vm.name) {
+                Some(rights) if *rights != vm.rights && !self.guests.contains_key(id) => {
+                    vm.rights = *rights;
+                    done = done.and(self.zone.invite_to(*id, &vm.name, Role::Vm, vm.rights));
+                }
+                _ => {}
             }
-            self.keep(member)?;
-            let socket = self.room.socket(&member.name);
-            self.bells.listen(member.id, &socket)?;
-            access::give(&socket)?;
-            self.listening.insert(member.id, member.name.clone());
         }
-        Ok(())
+        // What a member wrote into the slots of VMs that don't run; those of running ones are the zone's to restore.
+        for (id, vm) in self.listening.iter().filter(|(id, _)| !self.guests.contains_key(id)) {
+            let there = self.zone.member(*id)?;
+            let kept = there.state == MemberState::Invited && there.role == Some(Role::Vm);
+            if !kept || there.name != vm.name || there.rights != vm.rights {
+                done = done.and(self.zone.invite_to(*id, &vm.name, Role::Vm, vm.rights));
+            }
+        }
+        for vm in self.listening.values() {
+            invited.remove(&vm.name);
+        }
+        // A name that no socket can have keeps no other VM from its socket.
+        for (name, rights) in invited {
+            done = done.and(self.open(name, rights));
+        }
+        done
     }
 
-    /// Keeps a slot for a VM that is not running.
-    fn keep(&self, member: &Member) -> Result<()> {
-        if member.alive || member.state == MemberState::Invited {
-            return Ok(());
-        }
-        self.zone.invite(&member.name, Role::Vm, member.rights).map(drop)
+    /// Keeps a slot for a VM, and makes its socket.
+    fn open(&mut self, name: String, rights: Rights) -> Result<()> {
+        let id = self.zone.invite(&name, Role::Vm, rights)?;
+        let socket = self.room.socket(&name);
+        self.bells.listen(id, &socket)?;
+        access::give(&socket)?;
+        self.listening.insert(id, Invited { name, rights });
+        Ok(())
     }
 
     fn hear(&mut self, event: Event, say: &mut dyn FnMut(String)) -> Result<()> {
@@ -178,8 +208,11 @@ impl Server {
     }
 
     fn joined(&mut self, id: MemberId, process: Option<Process>, say: &mut dyn FnMut(String)) -> Result<()> {
+        // Its rights may have changed since the last look.
+        self.look()?;
         // A process of the host that uses the zone's doorbells, or a VM that comes back with a second device.
-        let Some(name) = self.listening.get(&id).cloned() else { return Ok(()) };
+        let Some(Invited { name, rights }) = self.listening.get(&id) else { return Ok(()) };
+        let (name, rights) = (name.clone(), *rights);
         if let Some(there) = self.guests.get(&id) {
             if there.process == process {
                 return Ok(());
@@ -198,7 +231,7 @@ impl Server {
             self.room.note(&name, process)?;
             self.watch(id, process.clone())?;
         }
-        if !self.zone.member(id)?.rights.write {
+        if !rights.write {
             // It can't write to its slot, so the server marks it active.
             self.zone.activate(id)?;
         }
@@ -234,18 +267,16 @@ impl Server {
         let name = self.name(id);
         let died = self.zone.declare_dead(id)?;
         drop(guest);
-        self.announce()?;
+        self.bells.ring_all()?;
         self.room.forget(&name)?;
-        let member = self.zone.member(id)?;
-        // Another process may have expelled it in this moment.
-        if member.name == name && member.state != MemberState::Empty {
-            self.keep(&member)?;
+        if let Some(Invited { name, rights }) = self.listening.get(&id) {
+            self.zone.invite_to(id, name, Role::Vm, *rights)?;
         }
         say(format!("{name}: ended{}", if died { ", its epoch with it" } else { "" }));
         Ok(())
     }
 
     fn name(&self, id: MemberId) -> String {
-        self.listening.get(&id).cloned().unwrap_or_else(|| format!("member {id}"))
+        self.listening.get(&id).map_or_else(|| format!("member {id}"), |vm| vm.name.clone())
     }
 }

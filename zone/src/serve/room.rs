@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The folder of a served zone: a socket for each invited VM, and a record of each VM's process. Records outlive the server, so that a
-//! server's death does not make its VMs dead.
+//! The folder of a served zone: for each invited VM a socket and a record of the invitation, and a record of each running VM's process. Records
+//! outlive the server, so that a server's death does not make its VMs dead. No member of the zone can write here.
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
 use crate::doorbell::process::{Process, started};
-use crate::{Error, Result};
+use crate::{Error, Result, Rights};
 
 /// The server's own record.
 const SERVER: &str = "server.process";
 
-/// The folder of one zone's sockets and records.
+/// The folder of one zone's sockets and records. [`Room::of`] gives none in a folder that another user could change.
 #[derive(Clone, Debug)]
 pub struct Room(PathBuf);
 
@@ -31,26 +32,60 @@ fn base() -> PathBuf {
     }
 }
 
-/// Returns the folder of sockets of switches' ports for VMs that tombolo does not start.
-pub fn ports() -> PathBuf {
-    base().join("ports")
+/// Returns the path of the socket of a switch's port for a VM that tombolo does not start. [`make_folder`] makes its folder.
+///
+/// # Errors
+/// Another user could change the folder: see [`make_folder`].
+pub fn port(mac: &str) -> Result<PathBuf> {
+    let ports = base().join("ports");
+    check(&ports)?;
+    Ok(ports.join(format!("{}.sock", mac.replace(':', ""))))
+}
+
+/// Makes a folder of sockets, and the one that it is in. Other users may enter them but not list them.
+///
+/// # Errors
+/// Those of the file system, and a folder that another user could change: in a temporary folder another one may have made it first. Whoever owns
+/// it could put its own socket there, and be the other end of a VM's device.
+pub fn make_folder(folder: &Path) -> Result<()> {
+    let failed = |e| Error::io(format!("making the folder {}", folder.display()), e);
+    let make = |folder: &Path| DirBuilder::new().recursive(true).mode(0o711).create(folder).map_err(failed);
+    make(folder.parent().ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?)?;
+    check(folder)?;
+    make(folder)?;
+    check(folder)
+}
+
+/// Refuses a folder that another user could change, or that is in such a one. Neither need exist.
+fn check(folder: &Path) -> Result<()> {
+    let own = rustix::process::geteuid().as_raw();
+    for path in folder.parent().into_iter().chain([folder]) {
+        let Ok(meta) = fs::symlink_metadata(path) else { continue };
+        if !(meta.is_dir() && meta.uid() == own && meta.mode() & 0o022 == 0) {
+            let why = "it is not a folder that only you can write to; remove it, or set TOMBOLO_ZONES_RUN";
+            return Err(Error::io(format!("the folder {}", path.display()), io::Error::other(why)));
+        }
+    }
+    Ok(())
 }
 
 impl Room {
     /// Returns the room of a zone without making it.
-    pub fn of(zone: Uuid) -> Room {
-        Room(base().join(zone.to_string()))
-    }
-
-    /// Makes the folders. Other users may enter them but not list them; each socket's permissions decide which of them may connect.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Another user could change its folder.
+    pub fn of(zone: Uuid) -> Result<Room> {
+        let room = Room(base().join(zone.to_string()));
+        check(&room.0)?;
+        Ok(room)
+    }
+
+    /// Makes the folders; each socket's permissions decide which other users may connect.
+    ///
+    /// # Errors
+    /// Those of [`make_folder`].
     pub fn make(&self) -> Result<()> {
-        let failed = |e| Error::io(format!("making the folder {}", self.0.display()), e);
-        let base = self.0.parent().ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?;
-        DirBuilder::new().recursive(true).mode(0o711).create(base).map_err(failed)?;
-        DirBuilder::new().recursive(true).mode(0o711).create(&self.0).map_err(failed)
+        make_folder(&self.0)
     }
 
     /// The socket that a VM connects to. A name may have any characters but '/'.
@@ -61,6 +96,53 @@ impl Room {
     /// Returns the path for the server's output if a command started it.
     pub fn log(&self) -> PathBuf {
         self.0.join("server.log")
+    }
+
+    fn invitation(&self, member: &str) -> PathBuf {
+        self.0.join(format!("{member}.invited"))
+    }
+
+    /// Records that a VM is invited, with these rights.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn invite(&self, member: &str, rights: Rights) -> Result<()> {
+        let path = self.invitation(member);
+        let text = if rights.write { "read-write" } else { "read-only" };
+        replace(&path, text).map_err(|e| Error::io(format!("writing {}", path.display()), e))
+    }
+
+    /// Forgets a VM's invitation.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn expel(&self, member: &str) -> Result<()> {
+        remove(&self.invitation(member))
+    }
+
+    /// Returns the invited VMs and their rights.
+    ///
+    /// # Errors
+    /// The folder can't be read.
+    pub fn invited(&self) -> Result<BTreeMap<String, Rights>> {
+        let mut found = BTreeMap::new();
+        for path in self.entries()? {
+            let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".invited"));
+            // One that is removed in this moment is not invited.
+            let (Some(name), Ok(text)) = (name, fs::read_to_string(&path)) else { continue };
+            let rights = if text.trim() == "read-write" { Rights::READ_WRITE } else { Rights::READ_ONLY };
+            found.insert(name.to_owned(), rights);
+        }
+        Ok(found)
+    }
+
+    fn entries(&self) -> Result<Vec<PathBuf>> {
+        let failed = |e| Error::io(format!("reading {}", self.0.display()), e);
+        match fs::read_dir(&self.0) {
+            Ok(entries) => entries.map(|entry| entry.map(|e| e.path()).map_err(failed)).collect(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(failed(e)),
+        }
     }
 
     fn record(&self, member: &str) -> PathBuf {
@@ -82,13 +164,7 @@ impl Room {
     /// # Errors
     /// Those of the file system.
     pub fn forget(&self, member: &str) -> Result<()> {
-        let path = self.record(member);
-        match fs::remove_file(&path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                Err(Error::io(format!("removing {}", path.display()), e))
-            }
-            _ => Ok(()),
-        }
+        remove(&self.record(member))
     }
 
     /// Records this process as the zone's server.
@@ -108,16 +184,11 @@ impl Room {
     /// Returns the VMs whose processes live, with the processes' numbers.
     ///
     /// # Errors
-    /// The folder exists and can't be read.
+    /// The folder exists and can't be read, or another user has made it since this value was made.
     pub fn vms(&self) -> Result<Vec<(String, u32)>> {
-        let entries = match fs::read_dir(&self.0) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(e) => return Err(Error::io(format!("reading {}", self.0.display()), e)),
-        };
+        check(&self.0)?;
         let mut found = Vec::new();
-        for entry in entries {
-            let path = entry.map_err(|e| Error::io(format!("reading {}", self.0.display()), e))?.path();
+        for path in self.entries()? {
             let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".vm"));
             if let (Some(name), Some(pid)) = (name, living(&path)) {
                 found.push((name.to_owned(), pid));
@@ -128,10 +199,27 @@ impl Room {
     }
 }
 
-/// Writes number and start of a process atomically, so that no reader finds half a line.
+/// Writes number and start of a process.
 fn write(path: &Path, pid: u32, started: Option<u64>) -> io::Result<()> {
-    let new = path.with_extension("new");
-    fs::write(&new, format!("{pid} {}\n", started.unwrap_or(0)))?;
+    replace(path, &format!("{pid} {}", started.unwrap_or(0)))
+}
+
+/// Removes a file that may be missing.
+fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(Error::io(format!("removing {}", path.display()), e))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes a line atomically, so that no reader finds half of it.
+fn replace(path: &Path, line: &str) -> io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".new");
+    let new = path.with_file_name(name);
+    fs::write(&new, format!("{line}\n"))?;
     fs::set_permissions(&new, Permissions::from_mode(0o600))?;
     fs::rename(&new, path)
 }
@@ -147,6 +235,34 @@ fn living(path: &Path) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_that_another_user_could_change_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (open, link) = (dir.path().join("open"), dir.path().join("link"));
+        fs::create_dir(&open).unwrap();
+        fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
+        std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+        for base in [&open, &link] {
+            let room = Room(base.join("z"));
+            let ports = base.join("ports");
+            let refused = [
+                room.make().unwrap_err(),
+                room.vms().unwrap_err(),
+                check(&ports).unwrap_err(),
+                make_folder(&ports).unwrap_err(),
+            ];
+            for e in refused.map(|e| e.to_string()) {
+                assert!(e.contains("not a folder that only you can write to"), "{e}");
+            }
+            assert!(!base.join("z").exists() && !base.join("ports").exists());
+        }
+        // The folder itself, too.
+        let inner = dir.path().join("own").join("ports");
+        make_folder(&inner).unwrap();
+        fs::set_permissions(&inner, Permissions::from_mode(0o777)).unwrap();
+        assert!(make_folder(&inner).is_err());
+    }
 
     #[test]
     fn a_record_names_a_process_only_while_it_lives() {
@@ -165,5 +281,15 @@ mod tests {
         room.forget("new").unwrap();
         room.forget("new").unwrap();
         assert_eq!(room.vms().unwrap(), []);
+        for (name, rights) in
+            [("a", Rights::READ_ONLY), ("a.b", Rights::READ_WRITE), ("a", Rights::READ_WRITE)]
+        {
+            room.invite(name, rights).unwrap();
+        }
+        room.invite("c", Rights::READ_ONLY).unwrap();
+        room.expel("a.b").unwrap();
+        room.expel("a.b").unwrap();
+        let invited = [("a".to_owned(), Rights::READ_WRITE), ("c".to_owned(), Rights::READ_ONLY)];
+        assert_eq!(room.invited().unwrap(), invited.into());
     }
 }

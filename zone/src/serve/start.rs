@@ -24,7 +24,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let zone = Zone::open(&path, true)?;
-    let room = Room::of(zone.uuid());
+    let room = Room::of(zone.uuid())?;
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
     if zone.has_owner()? && room.server().is_none() {
         bail!(
@@ -37,12 +37,15 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         Some(there)
             if there.rights == rights && there.role == Some(Role::Vm) && there.state != MemberState::Dead => {
         }
-        Some(there) if there.alive => bail!(
+        // A VM that has outlived its server is alive, too.
+        Some(there) if there.alive || room.vms()?.iter().any(|(name, _)| name == member) => bail!(
             "{}: '{member}' is in the zone already, and its rights can't change while it is: stop it first",
             path.display()
         ),
         _ => drop(zone.invite(member, Role::Vm, rights)?),
     }
+    room.make()?;
+    room.invite(member, rights)?;
     let socket = room.socket(member);
     serve(&path, &room, &socket, program)?;
     Ok(Invitation {
@@ -56,22 +59,26 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     })
 }
 
-/// Frees the slot of a VM that is not running. The zone's server removes the VM's socket.
+/// Frees the slot of a VM that is not running, and forgets its invitation. The zone's server removes the VM's socket.
 ///
 /// # Errors
 /// There is no such VM, or it is running.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let zone = Zone::open(path, true)?;
+    let room = Room::of(zone.uuid())?;
     let members = zone.members()?;
-    let Some(there) = members.iter().find(|m| m.name == member) else {
+    let there = members.iter().find(|m| m.name == member);
+    // A member of the zone may have written another name over its own.
+    if there.is_none() && !room.invited()?.contains_key(member) {
         let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
         bail!("{}: no VM is called '{member}'; the zone has: {}", path.display(), names.join(", "));
-    };
-    let vms = Room::of(zone.uuid()).vms()?;
+    }
+    let vms = room.vms()?;
     if let Some((_, pid)) = vms.iter().find(|(name, _)| name == member) {
         bail!("{}: the VM '{member}' lives (process {pid}); stop it first", path.display());
     }
-    Ok(zone.remove(there.id)?)
+    there.map_or(Ok(()), |there| zone.remove(there.id))?;
+    Ok(room.expel(member)?)
 }
 
 /// Waits until the socket exists, with a server of this program's unless another process serves the zone.

@@ -6,7 +6,8 @@ use std::os::fd::AsFd;
 
 use serde::{Deserialize, Serialize};
 
-use super::Zone;
+use super::ledger::{Entry, Ledger};
+use super::{Owner, Zone};
 use crate::header::Header;
 use crate::keep::{Keep, Kept};
 use crate::liveness::{OWNER_BYTE, Own};
@@ -20,6 +21,9 @@ pub struct ZoneState {
     owner: Option<Kept>,
     label: String,
     header: Header,
+    /// A program before this field left none: the owner then learns of the members as they are found.
+    #[serde(default)]
+    ledger: Vec<Entry>,
 }
 
 impl ZoneState {
@@ -27,9 +31,10 @@ impl ZoneState {
     pub fn of(zone: &Zone, keep: &mut Keep) -> ZoneState {
         ZoneState {
             memory: keep.add(&zone.file),
-            owner: zone.owner.as_ref().map(|own| keep.add(own.liveness())),
+            owner: zone.owner.as_ref().map(|owner| keep.add(owner.lock.liveness())),
             label: zone.label.clone(),
             header: zone.header.clone(),
+            ledger: zone.owner.as_ref().map(|owner| owner.ledger.entries()).unwrap_or_default(),
         }
     }
 
@@ -42,7 +47,8 @@ impl ZoneState {
         let file = File::from(self.memory.take().map_err(failed)?);
         let owner = self.owner.map(Kept::take).transpose().map_err(failed)?;
         let mem = SharedMem::map(file.as_fd(), 0, self.header.size, true)?;
-        let owner = owner.map(|fd| Own::resume(fd, OWNER_BYTE));
+        let owner =
+            owner.map(|fd| Owner { lock: Own::resume(fd, OWNER_BYTE), ledger: Ledger::resume(self.ledger) });
         Ok(Zone { file, mem, header: self.header, label: self.label, owner })
     }
 }

@@ -115,3 +115,19 @@ fn semaphores_and_mutexes_work_across_guests_and_host_and_survive_deaths() {
         b.run("rmmod tmbtest");
     }
 }
+
+#[test]
+fn a_process_that_outlives_its_guests_mount_takes_no_lock() {
+    for series in series() {
+        let world = World::new(&series);
+        let mutex = Mutex::create(world.agent.sync(), "m").unwrap();
+        let (_id, mut guest) = world.guest("a");
+        // Its session has ended: as the owner of a lock it would count as dead, and another process would take the lock from it.
+        guest.run(&format!(
+            "synctest {DEVICE} later m > /ready & later=$!; while ! grep -q ready /ready; do :; done; \
+             echo leave > /sys/module/tmbtest/parameters/join; touch /go; wait $later; [ $? = 135 ]"
+        ));
+        assert_eq!(mutex.lock(Some(Duration::ZERO)), Ok(Locked::Clean), "nobody has had it");
+        guest.run("rmmod tmbtest");
+    }
+}

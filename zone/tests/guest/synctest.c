@@ -144,6 +144,16 @@ int main(int argc, char **argv)
 			fflush(stdout);
 			pause();
 		}
+	} else if (!strcmp(argv[2], "later")) {
+		/* Takes the lock once /go is there. */
+		err = tmb_sync_lookup(s, TMB_MUTEX, argv[3], &o);
+		if (!err) {
+			puts("ready");
+			fflush(stdout);
+			while (access("/go", F_OK))
+				usleep(1000);
+			err = tmb_mutex_lock(s, o, LONG);
+		}
 	} else if (!strcmp(argv[2], "ping")) {
 		err = ping(s, atoi(argv[3]), rest);
 	} else if (!strcmp(argv[2], "pong")) {

@@ -140,7 +140,7 @@ static int self_get(char *buf, const struct kernel_param *kp)
 static const struct kernel_param_ops self_ops = { .get = self_get };
 module_param_cb(self, &self_ops, NULL, 0444);
 
-/* A write joins the zone as the member whose doorbell this guest has, and makes the device of its SYNC area. */
+/* "leave" takes the device away, as an unmount does, though processes have it open. Another write joins the zone as the member whose doorbell this guest has, and makes the device of its SYNC area. */
 static struct tmb_syncdev *syncdev;
 
 static int join_set(const char *val, const struct kernel_param *kp)
@@ -151,6 +151,11 @@ static int join_set(const char *val, const struct kernel_param *kp)
 	u64 was;
 	u32 i;
 
+	if (!strncmp(val, "leave", 5)) {
+		tmb_syncdev_destroy(syncdev);
+		syncdev = NULL;
+		return 0;
+	}
 	if (!own || syncdev)
 		return -EBUSY;
 	was = tmb_load_acquire(&own->state_epoch);

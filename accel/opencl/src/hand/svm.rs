@@ -79,11 +79,13 @@ pub unsafe extern "C" fn clSVMAlloc(context: Handle, flags: u64, size: usize, al
     unsafe { rt::create(std::ptr::null_mut(), || alloc(context, flags, size, alignment)) }
 }
 
+/// The range is unmapped here before the server gives its address up: from then on the driver may have it again for another thread's clSVMAlloc, which needs
+/// it free on both sides. Its part of the window is given back last, when the server maps it no more.
 fn free(context: u64, address: u64) -> Result<(), i32> {
     let Some((len, data)) = ranges().remove(&address) else { return Ok(()) };
-    rt::call(&wire::SvmFree { context, address })?;
     // SAFETY: the second view of the window that alloc() made; the program gave it up.
     unsafe { libc::munmap(address as *mut c_void, len as usize) };
+    rt::call(&wire::SvmFree { context, address })?;
     rt::connection()?.give_staging(data, len);
     Ok(())
 }

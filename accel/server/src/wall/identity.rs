@@ -30,6 +30,15 @@ fn has_all(map: &str) -> bool {
     map.lines().any(|line| has(line) == Some(true))
 }
 
+/// The user outside that this user is inside, by the lines of a uid_map.
+fn outside(map: &str, user: u64) -> Option<u64> {
+    map.lines().find_map(|line| {
+        let mut numbers = line.split_whitespace().map_while(|n| n.parse::<u64>().ok());
+        let (inside, outside, count) = (numbers.next()?, numbers.next()?, numbers.next()?);
+        user.checked_sub(inside).filter(|nth| *nth < count).map(|nth| outside + nth)
+    })
+}
+
 /// The bits of the effective capabilities of /proc/self/status.
 fn effective(status: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -52,6 +61,15 @@ impl Identity {
             && has_all(&read("uid_map")?)
             && has_all(&read("gid_map")?);
         Ok(if own { Identity::Own } else { Identity::Mapped })
+    }
+
+    /// Returns whether workers are the host's root, by another name: the kernel limits the number of root's processes by control groups only, not by
+    /// RLIMIT_NPROC.
+    pub fn is_hosts_root(self) -> io::Result<bool> {
+        // SAFETY: takes nothing.
+        let own = unsafe { libc::geteuid() };
+        let map = std::fs::read_to_string("/proc/self/uid_map")?;
+        Ok(self == Identity::Mapped && outside(&map, own.into()) == Some(0))
     }
 
     /// The user id to take, of a worker that still sees the host's /proc.
@@ -137,6 +155,16 @@ pub fn become_nobody(uid: Option<u32>, groups: &[libc::gid_t]) -> anyhow::Result
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_hosts_root_is_known_by_the_map_of_its_namespace() {
+        assert_eq!(outside("         0          0 4294967295\n", 0), Some(0));
+        assert_eq!(outside("0 1000 1\n1 100000 65536\n", 0), Some(1000));
+        assert_eq!(outside("0 1000 1\n1 100000 65536\n", 65534), Some(165_533));
+        assert_eq!((outside("1 0 1\n", 0), outside("nonsense\n", 0)), (None, None));
+        assert_eq!(outside("65534 0 1\n", 65534), Some(0));
+        assert!(!Identity::Own.is_hosts_root().expect("/proc"));
+    }
 
     #[test]
     fn an_own_user_id_needs_the_capabilities_and_all_ids_of_workers() {

@@ -10,6 +10,9 @@ pub const TASKS: u64 = 1024;
 const DESCRIPTORS: u64 = 1024;
 /// Bytes of each process's first stack, which the limit of private memory doesn't count.
 const STACK: u64 = 8 << 20;
+/// Bytes of memory that each process may keep from being taken back (mlock): also what it maps of programs and libraries, which the limit of private memory
+/// doesn't count. A server that starts with VMs and their devices may have no limit of its own.
+pub const LOCKED: u64 = 4 << 20;
 /// Bytes of private memory beside what the client's limit says: the driver, its compiler, threads' stacks.
 pub const WORKING: u64 = 2 << 30;
 /// Bytes of the files that a worker's driver writes, which are memory.
@@ -51,6 +54,7 @@ pub fn set(memory: u64) -> anyhow::Result<()> {
     limit(libc::RLIMIT_NOFILE, DESCRIPTORS)?;
     limit(libc::RLIMIT_DATA, memory)?;
     limit(libc::RLIMIT_STACK, STACK)?;
+    limit(libc::RLIMIT_MEMLOCK, LOCKED)?;
     limit(libc::RLIMIT_SIGPENDING, TASKS)?;
     limit(libc::RLIMIT_MSGQUEUE, 0)
 }

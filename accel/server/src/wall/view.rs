@@ -113,7 +113,9 @@ fn nodes() -> anyhow::Result<(Vec<Part>, Vec<libc::gid_t>)> {
         if found.mode() & 0o060 != 0 && found.gid() != 0 && !groups.contains(&found.gid()) {
             groups.push(found.gid());
         }
-        parts.extend(part(&path, MountAttrFlags::MOUNT_ATTR_NOSUID.bits().into())?);
+        // A read-only mount lets a device be written to; its node's mode, owner and times stay as they are.
+        let attributes = MountAttrFlags::MOUNT_ATTR_RDONLY | MountAttrFlags::MOUNT_ATTR_NOSUID;
+        parts.extend(part(&path, attributes.bits().into())?);
     }
     Ok((parts, groups))
 }
@@ -240,6 +242,11 @@ pub fn enter() -> anyhow::Result<Vec<libc::gid_t>> {
     rustix::mount::unmount(".", UnmountFlags::DETACH).context("the old root stays")?;
     rustix::process::chdir("/").context("/")?;
     Ok(groups)
+}
+
+/// Opens the view's /dev/null.
+pub fn null() -> io::Result<OwnedFd> {
+    Ok(rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 #[cfg(test)]

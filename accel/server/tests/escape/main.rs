@@ -18,7 +18,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use tombolo_accel_server::wall::limits::{TASKS, WORKING};
+use tombolo_accel_server::wall::limits::{LOCKED, TASKS, WORKING};
 
 /// Memory of System V that all users may use; removed when dropped.
 struct SystemV(i32);
@@ -110,6 +110,21 @@ fn a_descriptor_that_a_client_passes_to_its_worker_is_not_taken_and_its_file_sta
     }
 }
 
+#[test]
+fn a_part_that_a_kernel_maps_a_second_time_leads_to_no_other_part_of_its_file() {
+    for user in users() {
+        let server = Server::start(*user, "again", &[]);
+        let got = numbers(&done(&mut server.escape(&["again"])));
+        let (last_pages, beyond): (Vec<_>, Vec<_>) =
+            got.iter().partition(|(what, _)| what.starts_with("last page"));
+        assert!(beyond.iter().all(|(_, result)| *result < 0), "{user:?}: {got:?}");
+        // Shared virtual memory needs those of the channel; the worker shares other mappings, whose pages nobody needs twice.
+        let allowed = last_pages.iter().filter(|(_, result)| *result >= 0).count();
+        assert!(allowed == 1 && last_pages.len() > 1, "{user:?}: {got:?}");
+        server.end();
+    }
+}
+
 /// A line of /proc/PID/limits: soft and hard.
 fn limits_of(pid: u32, name: &str) -> Vec<String> {
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).expect("it lives");
@@ -129,6 +144,19 @@ fn neither_a_worker_nor_what_it_starts_is_dumped_however_the_host_takes_dumps() 
             assert_eq!(limits_of(pid, "Max core file size"), ["1", "1"], "{user:?}");
         }
         hostile.end();
+        server.end();
+    }
+}
+
+#[test]
+fn memory_that_a_worker_keeps_from_being_taken_back_is_limited_also_where_its_server_may_keep_more() {
+    for user in users() {
+        let server = Server::start(*user, "locked", &[]);
+        let client = server.client();
+        ping(&client);
+        let of_server = limits_of(server.child.id(), "Max locked memory")[1].parse().unwrap_or(u64::MAX);
+        let of_worker = limits_of(server.tenants()[0].pid, "Max locked memory");
+        assert_eq!(of_worker, [(); 2].map(|()| LOCKED.min(of_server).to_string()), "{user:?}");
         server.end();
     }
 }
@@ -359,17 +387,25 @@ fn without(number: libc::c_long) -> seccompiler::BpfProgram {
 
 /// A server on a host that lacks a system call: how it ended, and what it said.
 fn where_there_is_no(number: libc::c_long, options: &[&str]) -> (ExitStatus, String) {
-    let socket = folder().join(format!("lacks-{number}.sock"));
     let program = without(number);
+    ended_or_listens(&format!("lacks-{number}"), options, move || {
+        // SAFETY: integers only.
+        unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+        seccompiler::apply_filter(&program).map_err(std::io::Error::other)
+    })
+}
+
+/// A server that makes some system calls before it starts: how it ended, and what it said. One that listens is killed.
+fn ended_or_listens(
+    name: &str,
+    options: &[&str],
+    before: impl FnMut() -> std::io::Result<()> + Send + Sync + 'static,
+) -> (ExitStatus, String) {
+    let socket = folder().join(format!("{name}.sock"));
     let mut command = server_command(User::Own);
     command.arg("--listen").arg(format!("unix:{}", socket.display())).args(options);
     // SAFETY: between fork and exec only system calls are made.
-    unsafe {
-        command.pre_exec(move || {
-            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-            seccompiler::apply_filter(&program).map_err(std::io::Error::other)
-        });
-    }
+    unsafe { command.pre_exec(before) };
     let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
     wait_until("it ends or listens", || socket.exists() || child.try_wait().expect("a child").is_some());
     if socket.exists() {
@@ -397,6 +433,31 @@ fn a_server_that_can_not_confine_its_workers_says_what_is_missing_and_serves_onl
     let (status, said) = where_there_is_no(libc::SYS_landlock_create_ruleset, &["--unconfined"]);
     assert!(status.code().is_none(), "it was killed when it listened: {said}");
     assert!(said.contains("a client's kernels can do all that this server's user can"), "{said}");
+}
+
+/// Takes the control groups and a capability from the program that this process executes.
+fn lose_groups_and_namespaces() -> std::io::Result<()> {
+    const CAP_SYS_ADMIN: libc::c_int = 21;
+    let check = |r| if r < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) };
+    let (root, tmpfs, groups, none) =
+        (c"/".as_ptr(), c"tmpfs".as_ptr(), c"/sys/fs/cgroup".as_ptr(), std::ptr::null());
+    // SAFETY: strings that end with a zero, and integers.
+    unsafe {
+        check(libc::unshare(libc::CLONE_NEWNS))?;
+        check(libc::mount(none, root, none, libc::MS_REC | libc::MS_PRIVATE, none.cast()))?;
+        check(libc::mount(tmpfs, groups, tmpfs, 0, none.cast()))?;
+        check(libc::prctl(libc::PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0))
+    }
+}
+
+#[test]
+fn a_server_of_root_without_capabilities_and_control_groups_does_not_serve_as_its_workers_would_be_root() {
+    if !is_root() {
+        return;
+    }
+    let (status, said) = ended_or_listens("bounded", &[], lose_groups_and_namespaces);
+    assert_eq!(status.code(), Some(1), "{said}");
+    assert!(said.contains("CAP_SYS_ADMIN") && said.contains("--cgroup"), "{said}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::Meter;
 use crate::fsck::{self, Options, Severity};
+use crate::shown::shown;
 use crate::target::Target;
 
 /// The exit code when nothing was checked.
@@ -73,7 +74,7 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
             (false, Severity::Note) => "",
             _ => " (not repaired)",
         };
-        println!("{}: {}{done}", args.zone.display(), problem.text);
+        println!("{}: {}{done}", args.zone.display(), shown(&problem.text));
     }
     let state = match code {
         0 if live => "clean as far as can be told while members use it",

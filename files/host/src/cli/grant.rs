@@ -9,7 +9,8 @@ use serde_json::json;
 
 use super::open_error;
 use crate::account;
-use crate::fs::{self, Create, Filesystem};
+use crate::fs::{self, Create, Filesystem, Handle};
+use crate::shown::shown;
 use crate::target::Target;
 
 /// Arguments of `tombolo files grant`.
@@ -44,6 +45,8 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let at = args.zone.display();
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
+    // Two at once could give one account to two names, or two accounts to one; `up` grants for several VMs at the same time.
+    let _one = target.hold_grants()?;
     let Some(members) = target.members()? else {
         bail!("{at}: a file system outside a zone has no members");
     };
@@ -60,10 +63,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let (area, joined) = target.join(Some(&format!("grant-{}", std::process::id())))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
-    let root = match directory(&fs, &args.subtree)? {
-        fs::ROOT => 0,
-        ino => ino,
-    };
+    let root = directory(&fs, &args.subtree)?;
     let name = args.account.as_ref().unwrap_or(&args.member);
     let blocks = args.bytes.map_or(0, |b| (b / 4096).max(1));
     fs.grant(member.id.index(), name, blocks, args.inodes.unwrap_or(0), root).map_err(|e| match e {
@@ -78,25 +78,24 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the directory at a path; makes it and its parents if they are missing.
-fn directory(fs: &Filesystem, path: &str) -> anyhow::Result<u64> {
-    let mut ino = fs::ROOT;
+/// Returns the directory at a path, `None`: the root; makes it and its parents if they are missing.
+fn directory(fs: &Filesystem, path: &str) -> anyhow::Result<Option<Handle>> {
+    let mut at = None;
     for name in path.split('/').filter(|n| !n.is_empty() && *n != ".") {
         if name == ".." {
             bail!("{path}: write the path without '..'");
         }
-        ino = match fs.lookup(ino, name.as_bytes()) {
-            Ok((found, libc::DT_DIR)) => found.ino,
+        let dir = at.unwrap_or(fs::ROOT.into());
+        at = Some(match fs.lookup(dir, name.as_bytes()) {
+            Ok((found, libc::DT_DIR)) => found,
             Ok(_) => bail!("{path}: {name} is no directory"),
-            Err(Errno::NOENT) => {
-                fs.create(ino, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
-                    .with_context(|| format!("{path}: making {name}"))?
-                    .ino
-            }
+            Err(Errno::NOENT) => fs
+                .create(dir, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o755))
+                .with_context(|| format!("{path}: making {name}"))?,
             Err(e) => return Err(e).with_context(|| format!("{path}: at {name}")),
-        };
+        });
     }
-    Ok(ino)
+    Ok(at)
 }
 
 /// Runs `accounts`.
@@ -113,7 +112,7 @@ pub fn accounts(zone: &Path, area: Option<&str>, json: bool) -> anyhow::Result<(
     for a in all {
         println!(
             "{:<32} {:>10} {:>10} {:>10} {:>10}",
-            a.name,
+            shown(&a.name),
             a.bytes >> 10,
             or_none(a.bytes_limit >> 10),
             a.inodes,

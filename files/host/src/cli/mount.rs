@@ -150,17 +150,22 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let signals = session::end_signals().context("taking over signals")?;
     let options = args.mount_options()?;
     let target = Target::open(&args.zone, !options.read_only, args.area.as_deref())?;
+    let member = args.member.as_deref();
     let (area, joined) =
-        if options.read_only { (target.area()?, None) } else { target.join(args.member.as_deref())? };
+        if options.read_only { (target.area_to_read(member)?, None) } else { target.join(member)? };
     let _watched = joined.as_ref().filter(|_| target.is_inside()).map(watch_over).transpose()?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));
+    if let Err(rustix::io::Errno::STALE) = fs.getattr(fs.root()) {
+        bail!("{}: the directory that this VM is confined to is gone", args.zone.display());
+    }
     if !options.read_only {
         fs.recover_all().with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
     }
+    let nodes = Nodes::new(fs.root());
     let server = Arc::new(Server {
         fs,
-        nodes: Nodes::default(),
+        nodes,
         locks: Locks::default(),
         noatime: options.noatime,
         device_memory: target.is_inside(),
@@ -295,8 +300,7 @@ fn serve(
         }
         stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
-            server.fs.asked();
-            let pending = joined.take_pending()?;
+            let pending = server.fs.take_pending(|| joined.take_pending())?;
             // A member's death releases locks, too.
             if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {
                 server.locks.look();

@@ -117,7 +117,7 @@ fn keep_grants(target: &Target, image: &Area) -> anyhow::Result<()> {
     for member in target.members()?.unwrap_or_default().iter().filter(|m| m.alive) {
         let id = member.id.index();
         let now = account::granted(&area, id);
-        if now != Some((0, 0)) && now != account::granted(image, id) {
+        if now != Some([0; 3]) && now != account::granted(image, id) {
             bail!(
                 "{}: the image does not hold what was granted to {}; take the grant back (tombolo files grant --none) or have it leave, restore, and \
                  grant again",

@@ -2,13 +2,14 @@
 //! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::mirror::{self, Done};
+use crate::mirror::{self, Done, Rights, Tree};
 
 /// ZONE[:PATH].
 #[derive(Clone, Debug)]
@@ -53,6 +54,12 @@ pub struct ExportArgs {
     pub(super) from: Place,
     /// The directory, which is made if it is missing
     to: PathBuf,
+    /// Keep set-id bits and capabilities of files; a user of this host who runs such a file gets its rights
+    #[arg(long)]
+    suid: bool,
+    /// Copy device nodes
+    #[arg(long)]
+    dev: bool,
     #[command(flatten)]
     more: More,
 }
@@ -69,31 +76,29 @@ struct More {
 
 /// Runs `import`.
 pub fn import(args: &ImportArgs, json: bool) -> anyhow::Result<()> {
-    if !args.from.is_dir() {
-        bail!("{} is no directory that can be copied", args.from.display());
-    }
+    let from = Tree::open(&args.from).context("no directory that can be copied")?;
     let mounted = Mounted::new(&args.to.zone, args.more.area.as_deref(), false)?;
-    let to = mounted.directory().join(&args.to.path);
-    std::fs::create_dir_all(&to).with_context(|| format!("making {} in the zone", args.to.path.display()))?;
-    let done = copy(&args.from, &to, args.more.delete, json);
+    let to = mounted.tree(&args.to.zone)?.below(&args.to.path, true)?;
+    let done = copy(&from, &to, Rights::ALL, args.more.delete, json);
+    drop((from, to));
     finish(mounted, done, json)
 }
 
 /// Runs `export`.
 pub fn export(args: &ExportArgs, json: bool) -> anyhow::Result<()> {
     let mounted = Mounted::new(&args.from.zone, args.more.area.as_deref(), true)?;
-    let from = mounted.directory().join(&args.from.path);
-    if !from.is_dir() {
-        bail!("{}: /{} is no directory there", args.from.zone.display(), args.from.path.display());
-    }
+    let from = mounted.tree(&args.from.zone)?.below(&args.from.path, false)?;
     std::fs::create_dir_all(&args.to).with_context(|| format!("making {}", args.to.display()))?;
-    let done = copy(&from, &args.to, args.more.delete, json);
+    let to = Tree::open(&args.to)?;
+    let rights = Rights { suid: args.suid, devices: args.dev };
+    let done = copy(&from, &to, rights, args.more.delete, json);
+    drop((from, to));
     finish(mounted, done, json)
 }
 
-fn copy(from: &Path, to: &Path, delete: bool, json: bool) -> anyhow::Result<Done> {
+fn copy(from: &Tree, to: &Tree, rights: Rights, delete: bool, json: bool) -> anyhow::Result<Done> {
     let mut meter = super::Meter::new(json);
-    mirror::mirror(from, to, delete, &mut |done| meter.count("copied", done.copied))
+    mirror::mirror(from, to, rights, delete, &mut |done| meter.count("copied", done.copied))
 }
 
 fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::Result<()> {
@@ -110,12 +115,16 @@ fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::R
             done.same,
             done.removed
         );
+        if done.devices_left_out > 0 {
+            eprintln!("tombolo: {} device nodes were left out; --dev copies them", done.devices_left_out);
+        }
     }
     Ok(())
 }
 
-/// A mount in a private directory, by a child process.
+/// A mount below a directory that only this user can enter, by a child process.
 struct Mounted {
+    /// The directory; the mount is `zone` in it.
     folder: Option<PathBuf>,
     child: Child,
 }
@@ -123,28 +132,22 @@ struct Mounted {
 impl Mounted {
     fn new(zone: &Path, area: Option<&str>, read_only: bool) -> anyhow::Result<Mounted> {
         let own = std::process::id();
-        let folder = std::env::temp_dir().join(format!(".tombolo-copy-{own}"));
-        std::fs::create_dir(&folder).with_context(|| format!("making {}", folder.display()))?;
+        let folder = std::env::temp_dir().join(format!(".tombolo-copy-{}", uuid::Uuid::new_v4()));
+        let mut private = std::fs::DirBuilder::new();
+        let made = private.mode(0o700).create(&folder);
+        let point = folder.join("zone");
+        made.and_then(|()| private.create(&point)).with_context(|| format!("making {}", point.display()))?;
         let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
-        // Set-id bits and devices are copied, not used.
-        command.args([
-            "files",
-            "mount",
-            "--foreground",
-            "--suid",
-            "--dev",
-            "--member",
-            &format!("copy-{own}"),
-        ]);
+        command.args(["files", "mount", "--foreground", "--member", &format!("copy-{own}")]);
         command.args(read_only.then_some("--read-only"));
-        command.args(area.map(|area| format!("--area={area}"))).arg("--").arg(zone).arg(&folder);
+        command.args(area.map(|area| format!("--area={area}"))).arg("--").arg(zone).arg(&point);
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
         let child = spawned.context("starting tombolo files mount");
         let mut mounted = Mounted {
             child: match child {
                 Ok(child) => child,
                 Err(e) => {
-                    std::fs::remove_dir(&folder)?;
+                    remove(&folder)?;
                     return Err(e);
                 }
             },
@@ -161,8 +164,10 @@ impl Mounted {
         Ok(mounted)
     }
 
-    fn directory(&self) -> &Path {
-        self.folder.as_deref().unwrap_or(Path::new(""))
+    /// Opens the root of the zone's files; messages name it `ZONE:`.
+    fn tree(&self, zone: &Path) -> anyhow::Result<Tree> {
+        let tree = Tree::open(&self.folder.as_deref().unwrap_or(Path::new("")).join("zone"))?;
+        Ok(tree.named(format!("{}:", zone.display()).into()))
     }
 
     /// Unmounts. On return all data is in the zone, and the membership has ended.
@@ -177,12 +182,20 @@ impl Mounted {
             kill_process(pid, Signal::TERM).context("ending the mount")?;
         }
         let status = self.child.wait().context("waiting for the mount's end")?;
-        std::fs::remove_dir(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        remove(&folder)?;
         if !status.success() {
             bail!("the mount ended with {status}");
         }
         Ok(())
     }
+}
+
+/// Removes the directory of a mount and its mount point.
+fn remove(folder: &Path) -> anyhow::Result<()> {
+    for made in [&folder.join("zone"), folder] {
+        std::fs::remove_dir(made).with_context(|| format!("removing {}", made.display()))?;
+    }
+    Ok(())
 }
 
 impl Drop for Mounted {

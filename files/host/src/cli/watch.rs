@@ -11,8 +11,9 @@ use serde_json::json;
 
 use super::open_error;
 use crate::change::Change;
-use crate::fs::{self, Filesystem};
+use crate::fs::Filesystem;
 use crate::fuse::session;
+use crate::shown::shown;
 use crate::target::{Joined, Target};
 
 /// Interval at which a member without a doorbell polls for changes.
@@ -127,7 +128,7 @@ fn show(
                        "cookie": change.cookie})
             )?;
         } else {
-            writeln!(out, "{member:<8} {what:<12} {kind:<4} {path}")?;
+            writeln!(out, "{:<8} {what:<12} {kind:<4} {}", shown(&member), shown(&path))?;
         }
     }
     Ok(())
@@ -136,7 +137,7 @@ fn show(
 /// Returns the path of a directory, or its number if it was removed meanwhile.
 fn path_of(fs: &Filesystem, dir: u64) -> String {
     let (mut at, mut names) = (dir, Vec::new());
-    while at != fs::ROOT && names.len() < 1000 {
+    while at != fs.root().ino && names.len() < 1000 {
         let Ok(parent) = fs.parent(at) else { break };
         let mut found = None;
         let read = fs.readdir(parent, 0, |name, ino, _, _| {

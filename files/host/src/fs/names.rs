@@ -26,8 +26,12 @@ impl Filesystem {
         unsafe { sys::tfs_dir_seq(self.raw(), raw(dir)) }
     }
 
-    /// Returns the parent of a directory.
+    /// Returns the parent of a directory. That of the directory that this member is confined to is the directory itself.
     pub fn parent(&self, dir: impl Into<Handle>) -> Result<u64> {
+        let (dir, root) = (dir.into(), self.root().ino);
+        if dir.ino == root {
+            return Ok(root);
+        }
         // SAFETY: an open handle.
         match unsafe { sys::tfs_parent(self.raw(), raw(dir)) } {
             0 => Err(Errno::from_raw_os_error(libc::EUCLEAN)),

@@ -56,7 +56,6 @@ pub struct Problem {
     /// The kind, for scripts.
     pub code: &'static str,
     pub text: String,
-    /// Its severity.
     pub severity: Severity,
     /// The finding was fixed.
     pub fixed: bool,

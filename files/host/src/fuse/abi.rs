@@ -91,6 +91,8 @@ pub mod fattr {
     pub const KILL_SUIDGID: u32 = 1 << 11;
 }
 
+/// `fuse_create_in.open_flags`: the file loses its set-id bits if O_TRUNC cuts it.
+pub const OPEN_KILL_SUIDGID: u32 = 1 << 0;
 /// `fuse_open_out.open_flags`: no page cache, the kernel passes every read and write on.
 pub const FOPEN_DIRECT_IO: u32 = 1;
 /// `fuse_open_out.open_flags`: several writes to one file at a time.

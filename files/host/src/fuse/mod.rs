@@ -11,6 +11,7 @@
 //!
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
+//! - `create`: new inodes, and names that another member made meanwhile.
 //! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: the kernel's lookups and opens of our inodes.
 //! - `notify`: telling watchers in other members.
@@ -21,6 +22,7 @@
 
 pub mod abi;
 pub mod acl;
+mod create;
 pub mod locks;
 pub mod nodes;
 mod notify;

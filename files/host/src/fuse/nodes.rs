@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use crate::fs::{Filesystem, Handle, ROOT, Result};
+use crate::fs::{Filesystem, Handle, Result};
 
 fn ino_of(number: u64) -> u64 {
     number & ((1 << INO_BITS) - 1)
@@ -32,24 +32,27 @@ const SHARDS: usize = 64;
 const INO_BITS: u32 = 48;
 const GENERATION: u32 = 0x7fff;
 
-/// Returns the number by which the kernel knows an inode. The protocol gives the root's.
-pub fn number(handle: Handle) -> u64 {
-    let Handle { ino, generation } = handle;
-    if ino == ROOT { ino } else { u64::from(generation & GENERATION) << INO_BITS | ino }
-}
+/// The number by which the kernel knows the root of the mount.
+const TOP: u64 = 1;
 
 /// The table. An inode stays in it while the kernel knows it.
 pub struct Nodes {
+    root: Handle,
     shards: Vec<Mutex<HashMap<u64, Node>>>,
 }
 
-impl Default for Nodes {
-    fn default() -> Nodes {
-        Nodes { shards: (0..SHARDS).map(|_| Mutex::default()).collect() }
-    }
-}
-
 impl Nodes {
+    /// Makes the table of a mount, whose root is the member's: the directory that it is confined to, if it is.
+    pub fn new(root: Handle) -> Nodes {
+        Nodes { root, shards: (0..SHARDS).map(|_| Mutex::default()).collect() }
+    }
+
+    /// Returns the number by which the kernel knows an inode. The protocol gives the root's.
+    pub fn number(&self, handle: Handle) -> u64 {
+        let Handle { ino, generation } = handle;
+        if ino == self.root.ino { TOP } else { u64::from(generation & GENERATION) << INO_BITS | ino }
+    }
+
     fn shard(&self, number: u64) -> MutexGuard<'_, HashMap<u64, Node>> {
         // A panic elsewhere leaves counts as they were: still usable.
         self.shards[(number % SHARDS as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
@@ -57,8 +60,9 @@ impl Nodes {
 
     /// Counts a lookup: an entry was sent to the kernel, for this name of a directory.
     pub fn looked_up(&self, handle: Handle, dir: u64, name: &[u8]) {
-        let mut shard = self.shard(number(handle));
-        let node = shard.entry(number(handle)).or_default();
+        let number = self.number(handle);
+        let mut shard = self.shard(number);
+        let node = shard.entry(number).or_default();
         node.lookups += 1;
         node.generation = handle.generation;
         if node.place.as_ref().is_none_or(|(d, n)| (*d, &**n) != (dir, name)) && name != b"." && name != b".."
@@ -87,8 +91,11 @@ impl Nodes {
     /// Returns the handle of the kernel's number. The root, which the kernel does not look up, is never freed.
     pub fn handle(&self, number: u64) -> Handle {
         let known = self.shard(number).get(&number).map(|node| node.generation);
-        let generation = known.unwrap_or((number >> INO_BITS) as u32);
-        Handle { ino: ino_of(number), generation }
+        self.handle_of(number, known.unwrap_or((number >> INO_BITS) as u32))
+    }
+
+    fn handle_of(&self, number: u64, generation: u32) -> Handle {
+        if number == TOP { self.root } else { Handle { ino: ino_of(number), generation } }
     }
 
     /// Subtracts `n` lookups that the kernel dropped.
@@ -104,8 +111,9 @@ impl Nodes {
 
     /// Counts an open; from the first open to the last release the inode's contents stay.
     pub fn open(&self, fs: &Filesystem, handle: Handle) -> Result<()> {
-        let mut shard = self.shard(number(handle));
-        let node = shard.entry(number(handle)).or_default();
+        let number = self.number(handle);
+        let mut shard = self.shard(number);
+        let node = shard.entry(number).or_default();
         if node.opens == 0 {
             if fs.area().writable() {
                 fs.open_ref(handle)?;
@@ -122,7 +130,7 @@ impl Nodes {
         let node = shard.get_mut(&number).ok_or(Errno::BADF)?;
         node.opens = node.opens.checked_sub(1).ok_or(Errno::BADF)?;
         let last = node.opens == 0;
-        let handle = Handle { ino: ino_of(number), generation: node.generation };
+        let handle = self.handle_of(number, node.generation);
         if last && node.lookups == 0 {
             shard.remove(&number);
         }
@@ -134,7 +142,7 @@ impl Nodes {
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             for (number, node) in shard.drain().filter(|(_, node)| node.opens > 0 && fs.area().writable()) {
-                let handle = Handle { ino: ino_of(number), generation: node.generation };
+                let handle = self.handle_of(number, node.generation);
                 // An error has no reader any more; recovery drops the rest.
                 let _ = fs.close_ref(handle);
             }
@@ -145,17 +153,18 @@ impl Nodes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fs::ROOT;
 
     #[test]
     fn a_request_for_a_removed_file_does_not_reach_the_new_file_with_its_inode_number() {
-        let nodes = Nodes::default();
+        let nodes = Nodes::new(ROOT.into());
         let [removed, anew] = [1, 2].map(|generation| Handle { ino: 7, generation });
         for (handle, name) in [(removed, b"removed".as_slice()), (anew, b"anew")] {
             nodes.looked_up(handle, ROOT, name);
         }
-        assert_eq!([removed, anew].map(|handle| nodes.handle(number(handle))), [removed, anew]);
-        nodes.forget(number(anew), 1);
-        assert_eq!(nodes.handle(number(removed)), removed);
+        assert_eq!([removed, anew].map(|handle| nodes.handle(nodes.number(handle))), [removed, anew]);
+        nodes.forget(nodes.number(anew), 1);
+        assert_eq!(nodes.handle(nodes.number(removed)), removed);
         assert_eq!(nodes.handle(ROOT), Handle { ino: ROOT, generation: 0 });
     }
 }

@@ -76,7 +76,7 @@ impl Server {
     }
 
     /// Posts one event for repeated writes until a watcher has read it.
-    fn tell_modified(&self, number: u64) {
+    pub(super) fn tell_modified(&self, number: u64) {
         if !self.fs.change_unheard(self.nodes.modify_told(number)) {
             let end = self.fs.tell(&mut [self.by_node(number, libc::IN_MODIFY)]);
             self.nodes.set_modify_told(number, end);

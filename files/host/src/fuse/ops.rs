@@ -7,14 +7,13 @@ use rustix::io::Errno;
 use super::abi::{self, Cursor, Header, Out, fattr, op};
 use super::acl::{self, Acl};
 use super::locks::{Locks, Request};
-use super::nodes::{self, Nodes};
+use super::nodes::Nodes;
 use super::rights;
-use crate::fs::{self, Attr, Create, Filesystem, Handle, Pin, Result};
+use crate::fs::{self, Attr, Filesystem, Handle, Pin, Result};
 use crate::sys;
 
 const S_IFMT: u32 = libc::S_IFMT;
 const S_IFDIR: u32 = libc::S_IFDIR;
-const S_IFREG: u32 = libc::S_IFREG;
 const S_IFLNK: u32 = libc::S_IFLNK;
 const S_ISUID: u32 = libc::S_ISUID;
 const S_ISGID: u32 = libc::S_ISGID;
@@ -29,7 +28,6 @@ const COPY_LIMIT: u64 = 16 << 20;
 pub struct Piece {
     /// The memory; null: zeros.
     pub from: *const u8,
-    /// Bytes.
     pub len: usize,
 }
 
@@ -38,6 +36,8 @@ pub enum Reply<'a> {
     /// No reply, not even an error (FORGET).
     None,
     Body(Out),
+    /// As `Body`, of a CREATE whose name was there: watchers have nothing to hear.
+    Found(Out),
     /// Bytes of the zone's memory, which the pin keeps from being reused.
     Zone(Vec<Piece>, Pin<'a>),
 }
@@ -56,13 +56,13 @@ pub struct Server {
     pub device_memory: bool,
 }
 
-type Answer<'a> = Result<Reply<'a>>;
+pub(super) type Answer<'a> = Result<Reply<'a>>;
 
 fn empty<'a>() -> Answer<'a> {
     Ok(Reply::Body(Out::new()))
 }
 
-fn short() -> Errno {
+pub(super) fn short() -> Errno {
     Errno::INVAL
 }
 
@@ -74,7 +74,7 @@ impl Server {
         }
         let subject = self.subject(h, c);
         let answer = self.carry_out(h, c);
-        if answer.is_ok() {
+        if answer.as_ref().is_ok_and(|reply| !matches!(reply, Reply::Found(_))) {
             self.tell(h, c, &subject);
         }
         answer
@@ -149,11 +149,18 @@ impl Server {
                 let ino = c.u64().ok_or_else(short)?;
                 let name = c.name().ok_or_else(short)?;
                 let linked = self.nodes.handle(ino);
+                self.refuse_protected(&self.fs.getattr(linked)?, true)?;
+                self.refuse_protected(&self.fs.getattr(self.nodes.handle(h.node))?, false)?;
                 self.fs.link(self.nodes.handle(h.node), name, linked)?;
                 self.entry(linked, h.node, name)
             }
             op::OPEN | op::OPENDIR => {
+                let flags = u32s(&mut c)? as i32;
                 let attr = self.fs.getattr(self.nodes.handle(h.node))?;
+                if flags & libc::O_ACCMODE != libc::O_RDONLY {
+                    let appends = flags & libc::O_APPEND != 0 && flags & libc::O_TRUNC == 0;
+                    self.refuse_protected(&attr, !appends)?;
+                }
                 self.nodes.open(&self.fs, Handle::from(&attr))?;
                 Ok(Reply::Body(open_out(self.locks.open())))
             }
@@ -239,85 +246,14 @@ impl Server {
         }
     }
 
-    fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
+    pub(super) fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes meanwhile counts as missing.
         let attr = self.fs.getattr(found).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
         self.nodes.looked_up(Handle::from(&attr), self.nodes.handle(dir).ino, name);
-        Ok(Reply::Body(entry_out(&attr)))
+        Ok(Reply::Body(entry_out(&self.nodes, &attr)))
     }
 
-    /// Makes an inode with a name and answers with its attributes, also if another member removes the name at once.
-    fn make_closed(
-        &self,
-        h: &Header,
-        name: &[u8],
-        mode: u32,
-        umask: u32,
-        rdev: u64,
-        target: Option<&[u8]>,
-    ) -> Answer<'_> {
-        let made = self.make(h, h.node, Some(name), mode, umask, rdev, target)?;
-        self.nodes.open(&self.fs, made)?;
-        let answer = self.entry(made, h.node, name);
-        self.nodes.release(&self.fs, nodes::number(made))?;
-        answer
-    }
-
-    /// Makes an inode by the rules of POSIX: group and set-group-id bit from the directory, mode and ACLs from its default ACL or the
-    /// umask. The inode is open: it stays until the caller has closed it.
-    #[allow(clippy::too_many_arguments)]
-    fn make(
-        &self,
-        h: &Header,
-        dir: u64,
-        name: Option<&[u8]>,
-        mode: u32,
-        umask: u32,
-        rdev: u64,
-        target: Option<&[u8]>,
-    ) -> Result<Handle> {
-        let parent = self.fs.getattr(self.nodes.handle(dir))?;
-        let dir = Handle::from(&parent);
-        if parent.flags & sys::TFS_FL_IMMUTABLE != 0 {
-            return Err(Errno::PERM);
-        }
-        let (mut mode, mut gid) = (mode, h.gid);
-        if parent.mode & S_ISGID != 0 {
-            gid = parent.gid;
-            if mode & S_IFMT == S_IFDIR {
-                mode |= S_ISGID;
-            }
-        }
-        let default = match self.xattr_if(&parent, acl::DEFAULT)? {
-            Some(value) if target.is_none() => Acl::parse(&value),
-            _ => None,
-        };
-        let mut attrs: Vec<(&[u8], Vec<u8>)> = Vec::new();
-        match default {
-            Some(default) => {
-                let mut access = default.clone();
-                mode = access.create(mode);
-                if !access.is_only_mode() {
-                    attrs.push((acl::ACCESS, access.value()));
-                }
-                if mode & S_IFMT == S_IFDIR {
-                    attrs.push((acl::DEFAULT, default.value()));
-                }
-            }
-            None if target.is_none() => mode &= !(umask & 0o777),
-            None => {}
-        }
-        let attrs: Vec<(&[u8], &[u8])> =
-            attrs.iter().map(|(name, value)| (*name, value.as_slice())).collect();
-        let xattrs = fs::xattr_image(&attrs);
-        self.fs.create(
-            dir,
-            name,
-            &Create { mode, uid: h.uid, gid, rdev, target, xattrs: &xattrs, open: true },
-        )
-    }
-
-    fn xattr_if(&self, attr: &Attr, name: &[u8]) -> Result<Option<Vec<u8>>> {
+    pub(super) fn xattr_if(&self, attr: &Attr, name: &[u8]) -> Result<Option<Vec<u8>>> {
         if !attr.has_xattr {
             return Ok(None);
         }
@@ -328,31 +264,6 @@ impl Server {
         }
     }
 
-    fn create(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
-        let (flags, mode, umask, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
-        let name = c.name().ok_or_else(short)?;
-        let mode = (mode & !S_IFMT) | S_IFREG;
-        let named = (h.opcode == op::CREATE).then_some(name);
-        let made = match self.make(h, h.node, named, mode, umask, 0, None) {
-            // Another member made the name after the kernel had looked. Without O_EXCL the file is opened with the permission checks
-            // of an open: ESTALE has the kernel walk the path again.
-            Err(Errno::EXIST) if flags as i32 & libc::O_EXCL == 0 => return Err(Errno::STALE),
-            made => made?,
-        };
-        let attr = match self.fs.getattr(made) {
-            Ok(attr) => attr,
-            Err(e) => {
-                self.fs.close_ref(made)?;
-                return Err(e);
-            }
-        };
-        self.nodes.open(&self.fs, made)?;
-        self.nodes.looked_up(made, self.nodes.handle(h.node).ino, name);
-        let mut out = entry_out(&attr);
-        out.bytes(&open_out(self.locks.open()).0);
-        Ok(Reply::Body(out))
-    }
-
     fn setattr(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
         let (valid, _) = (u32s(&mut c)?, u32s(&mut c)?);
         let (_fh, size, _owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
@@ -361,7 +272,11 @@ impl Server {
         let (mode, _, uid, gid) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let ino = self.nodes.handle(h.node);
         let old = self.fs.getattr(ino)?;
-        self.refuse_protected(&old, true)?;
+        // An append-only file takes the present time (utimes without times), and no other attribute.
+        let [atime_set, mtime_set] = [(fattr::ATIME, fattr::ATIME_NOW), (fattr::MTIME, fattr::MTIME_NOW)]
+            .map(|(set, now)| valid & set != 0 && valid & now == 0);
+        let others = fattr::SIZE | fattr::MODE | fattr::UID | fattr::GID;
+        self.refuse_protected(&old, valid & others != 0 || atime_set || mtime_set)?;
         let dir = old.mode & S_IFMT == S_IFDIR;
         if valid & fattr::SIZE != 0 {
             self.fs.truncate(ino, size, valid & fattr::KILL_SUIDGID != 0)?;
@@ -420,7 +335,7 @@ impl Server {
         Ok(Reply::Body(attr_out(&self.fs.getattr(ino)?)))
     }
 
-    fn drop_capability(&self, attr: &Attr) -> Result<()> {
+    pub(super) fn drop_capability(&self, attr: &Attr) -> Result<()> {
         match self.xattr_if(attr, CAPABILITY)? {
             Some(_) => match self.fs.xattr_set(Handle::from(attr), CAPABILITY, None, 0, None) {
                 Err(Errno::NODATA) => Ok(()),
@@ -662,7 +577,7 @@ impl Server {
     }
 }
 
-fn u32s(c: &mut Cursor<'_>) -> Result<u32> {
+pub(super) fn u32s(c: &mut Cursor<'_>) -> Result<u32> {
     c.u32().ok_or_else(short)
 }
 
@@ -688,7 +603,7 @@ fn sized<'a>(value: Vec<u8>, size: u32) -> Answer<'a> {
     Ok(Reply::Body(Out(value)))
 }
 
-fn open_out(handle: u64) -> Out {
+pub(super) fn open_out(handle: u64) -> Out {
     let mut out = Out::new();
     out.u64(handle).u32(abi::FOPEN_DIRECT_IO | abi::FOPEN_PARALLEL_DIRECT_WRITES).u32(0);
     out
@@ -721,9 +636,9 @@ fn attr_out(a: &Attr) -> Out {
 }
 
 /// `fuse_entry_out`, valid for no time.
-fn entry_out(a: &Attr) -> Out {
+pub(super) fn entry_out(nodes: &Nodes, a: &Attr) -> Out {
     let mut out = Out::new();
-    out.u64(nodes::number(Handle::from(a))).u64(u64::from(a.generation)).zeros(24);
+    out.u64(nodes.number(Handle::from(a))).u64(u64::from(a.generation)).zeros(24);
     attr_body(&mut out, a);
     out
 }
@@ -754,7 +669,7 @@ mod tests {
     fn replies_have_the_sizes_that_the_kernel_expects() {
         let a = Attr { atime: -1, ..Attr::default() };
         assert_eq!(attr_out(&a).0.len(), 104);
-        assert_eq!(entry_out(&a).0.len(), 128);
+        assert_eq!(entry_out(&Nodes::new(Handle::from(&a)), &a).0.len(), 128);
         assert_eq!(statx_out(&a).0.len(), 288);
         assert_eq!(open_out(0).0.len(), 16);
     }

@@ -108,18 +108,22 @@ impl Server {
 
 #[cfg(test)]
 mod tests {
-    use super::super::abi::{Cursor, Out, op};
+    use std::sync::Arc;
+
+    use super::super::abi::{Cursor, Out, fattr, op};
     use super::super::locks::Locks;
     use super::super::nodes::Nodes;
+    use super::super::ops::Reply;
     use super::*;
-    use crate::area::{Area, Map};
+    use crate::area::{Area, Incarnation, Map};
     use crate::fs::{self, Create, Filesystem, Mkfs, ROOT};
 
     fn server() -> Server {
         let area = Area::whole(Map::memfd("rights", 8 << 20).expect("memory")).expect("an area");
         fs::mkfs(&area, &Mkfs { mode: 0o1777, ..Mkfs::default() }).expect("mkfs");
         let fs = Filesystem::open(area.lone()).expect("open");
-        Server { fs, nodes: Nodes::default(), locks: Locks::default(), noatime: false, device_memory: false }
+        let nodes = Nodes::new(fs.root());
+        Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false }
     }
 
     fn ask(server: &Server, uid: u32, opcode: u32, body: &[u8]) -> Result<()> {
@@ -150,5 +154,246 @@ mod tests {
         assert_eq!(ask(&server, 1000, op::UNLINK, b"his\0"), Err(Errno::NOENT));
         make(&server, "any", 1000);
         assert_eq!(ask(&server, 0, op::UNLINK, b"any\0"), Ok(()));
+    }
+
+    /// As local file systems do by the kernel's checks, which need flags that a FUSE inode does not have.
+    #[test]
+    fn immutable_and_append_only_inodes_stay_as_they_are() {
+        let server = server();
+        let (immutable, append) = (sys::TFS_FL_IMMUTABLE, sys::TFS_FL_APPEND);
+        let node = |name: &str, kind: u32, flags: u32| {
+            let made =
+                server.fs.create(ROOT, Some(name.as_bytes()), &Create::mode(kind | 0o777)).expect("create");
+            server.fs.create(made, Some(b"in"), &Create::mode(libc::S_IFREG | 0o666)).ok();
+            server.fs.setattr(made, sys::TFS_SET_FLAGS, &Attr { flags, ..Attr::default() }).expect("chattr");
+            server.nodes.number(made)
+        };
+        let [fixed, log] = [("fixed", immutable), ("log", append)].map(|(n, f)| node(n, libc::S_IFREG, f));
+        let [shut, grows] = [("shut", immutable), ("grows", append)].map(|(n, f)| node(n, libc::S_IFDIR, f));
+        make(&server, "plain", 0);
+        let plain = server.nodes.number(server.fs.lookup(ROOT, b"plain").expect("lookup").0);
+        let to = |node: u64, opcode: u32, body: Out| {
+            let h = Header { opcode, unique: 1, node, uid: 0, gid: 0, pid: 0 };
+            server.answer(&h, Cursor(&body.0)).map(drop)
+        };
+        let body = |fill: &dyn Fn(&mut Out)| {
+            let mut body = Out::new();
+            fill(&mut body);
+            body
+        };
+        let no = Err(Errno::PERM);
+        let link = |what: u64, dir: u64| {
+            to(
+                dir,
+                op::LINK,
+                body(&|b| {
+                    b.u64(what).bytes(b"link\0");
+                }),
+            )
+        };
+        assert_eq!([link(fixed, ROOT), link(log, ROOT), link(plain, shut)], [no; 3]);
+        assert_eq!(link(plain, grows), Ok(()));
+        let rename = |from: u64, name: &str, dir: u64| {
+            let names = format!("{name}\0new\0");
+            to(
+                from,
+                op::RENAME,
+                body(&|b| {
+                    b.u64(dir).bytes(names.as_bytes());
+                }),
+            )
+        };
+        for (from, name, dir) in
+            [(ROOT, "fixed", ROOT), (ROOT, "log", ROOT), (shut, "in", ROOT), (grows, "in", ROOT)]
+        {
+            assert_eq!(rename(from, name, dir), no, "{name}");
+        }
+        assert_eq!(rename(ROOT, "plain", shut), no);
+        let unlink = |dir: u64, name: &[u8]| {
+            to(
+                dir,
+                op::UNLINK,
+                body(&|b| {
+                    b.bytes(name);
+                }),
+            )
+        };
+        assert_eq!(
+            [(ROOT, "fixed\0"), (ROOT, "log\0"), (shut, "in\0"), (grows, "in\0")]
+                .map(|(dir, n)| unlink(dir, n.as_bytes())),
+            [no; 4]
+        );
+        let make_in = |dir: u64| {
+            to(
+                dir,
+                op::MKDIR,
+                body(&|b| {
+                    b.u32(0o755).u32(0).bytes(b"made\0");
+                }),
+            )
+        };
+        assert_eq!([make_in(shut), make_in(grows)], [no, Ok(())]);
+        let open = |node: u64, flags: i32| {
+            to(
+                node,
+                op::OPEN,
+                body(&|b| {
+                    b.u32(flags as u32).u32(0);
+                }),
+            )
+        };
+        for (node, flags, done) in [
+            (fixed, libc::O_RDONLY, Ok(())),
+            (fixed, libc::O_WRONLY, no),
+            (fixed, libc::O_RDWR | libc::O_APPEND, no),
+            (log, libc::O_WRONLY, no),
+            (log, libc::O_WRONLY | libc::O_APPEND, Ok(())),
+            (log, libc::O_WRONLY | libc::O_APPEND | libc::O_TRUNC, no),
+        ] {
+            assert_eq!(open(node, flags), done, "{node} {flags:o}");
+        }
+        let write = |node: u64, flags: i32| {
+            let fill = |b: &mut Out| {
+                b.u64(0).u64(0).u32(1).u32(0).u64(0).u32(flags as u32).u32(0).bytes(b"x");
+            };
+            to(node, op::WRITE, body(&fill))
+        };
+        assert_eq!(
+            [write(fixed, libc::O_APPEND), write(log, 0), write(log, libc::O_APPEND)],
+            [no, no, Ok(())]
+        );
+        let set = |node: u64, valid: u32| {
+            let fill = |b: &mut Out| {
+                b.u32(valid).u32(0).zeros(6 * 8 + 3 * 4 + 5 * 4);
+            };
+            to(node, op::SETATTR, body(&fill))
+        };
+        let touch = fattr::ATIME | fattr::ATIME_NOW | fattr::MTIME | fattr::MTIME_NOW;
+        for valid in [fattr::SIZE, fattr::MODE, fattr::UID, fattr::GID, fattr::MTIME, fattr::ATIME, touch] {
+            assert_eq!(set(fixed, valid), no, "{valid:#x}");
+            assert_eq!(set(log, valid), if valid == touch { Ok(()) } else { no }, "{valid:#x}");
+        }
+        for node in [fixed, log, shut, grows] {
+            let put = |b: &mut Out| {
+                b.u32(1).u32(0).u32(0).u32(0).bytes(b"user.x\0v");
+            };
+            assert_eq!(to(node, op::SETXATTR, body(&put)), no);
+            assert_eq!(
+                to(
+                    node,
+                    op::REMOVEXATTR,
+                    body(&|b| {
+                        b.bytes(b"user.x\0");
+                    })
+                ),
+                no
+            );
+        }
+        let fallocate = |node: u64, mode: i32| {
+            to(
+                node,
+                op::FALLOCATE,
+                body(&|b| {
+                    b.u64(0).u64(0).u64(4096).u32(mode as u32).u32(0);
+                }),
+            )
+        };
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        assert_eq!([fallocate(fixed, 0), fallocate(log, punch), fallocate(log, 0)], [no, no, Ok(())]);
+        let copy = |to_node: u64| {
+            let fill = |b: &mut Out| {
+                b.u64(0).u64(0).u64(to_node).u64(0).u64(0).u64(1).u64(0);
+            };
+            to(plain, op::COPY_FILE_RANGE, body(&fill))
+        };
+        assert_eq!([copy(fixed), copy(log)], [no; 2]);
+    }
+
+    /// A mount of a member that is confined to `/mine`, beside `/secret`.
+    #[test]
+    fn a_mount_of_a_confined_member_has_its_directory_for_a_root_and_no_way_out() {
+        let map = Arc::new(Map::memfd("confined", 34 << 20).expect("memory"));
+        let area = |member| {
+            let incarnation = Some((4096, Incarnation { member, epoch: 1 }));
+            let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
+            assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
+            Area::in_map(&map, 2 << 20, 32 << 20, incarnation).expect("an area")
+        };
+        fs::mkfs(&area(0), &Mkfs::default()).expect("mkfs");
+        let host = Filesystem::open(area(0)).expect("open");
+        let mkdir = |dir: fs::Handle, name: &str| {
+            host.create(dir, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o777)).expect("mkdir")
+        };
+        let (mine, _) = (mkdir(ROOT.into(), "mine"), mkdir(ROOT.into(), "secret"));
+        let inner = mkdir(mine, "inner");
+        host.create(inner, Some(b"a"), &Create::mode(libc::S_IFREG | 0o600)).expect("create");
+        host.grant(5, "tenant", 0, 0, Some(mine)).expect("grant");
+        let fs = Filesystem::open(area(5)).expect("open");
+        let nodes = Nodes::new(fs.root());
+        let server = Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false };
+        let found = |node: u64, name: &str| {
+            let h = Header { opcode: op::LOOKUP, unique: 1, node, uid: 0, gid: 0, pid: 0 };
+            server.answer(&h, Cursor(&[name.as_bytes(), &[0]].concat())).map(|reply| match reply {
+                Reply::Body(out) => u64::from_ne_bytes(out.0[..8].try_into().expect("eight bytes")),
+                _ => panic!("no entry"),
+            })
+        };
+        const TOP: u64 = 1;
+        assert_eq!(found(TOP, "secret"), Err(Errno::NOENT));
+        assert_eq!(found(TOP, ".."), Ok(TOP));
+        let node = found(TOP, "inner").expect("it is there");
+        assert_eq!(server.nodes.handle(node), inner);
+        assert_eq!(found(node, ".."), Ok(TOP));
+        ask(&server, 0, op::MKDIR, &[0o755u32.to_ne_bytes().as_slice(), &[0; 4], b"made\0"].concat())
+            .expect("mkdir");
+        assert!(host.lookup(mine, b"made").is_ok(), "it is made in the member's directory");
+        // Whatever the client names: the core has no way to the root.
+        assert_eq!(server.fs.lookup(ROOT, b"secret").err(), Some(Errno::STALE));
+        assert_eq!(server.fs.getattr(ROOT).err(), Some(Errno::STALE));
+        assert_eq!(server.fs.readdir(ROOT, 0, |_, _, _, _| true).err(), Some(Errno::STALE));
+        assert!(server.fs.create(ROOT, Some(b"x"), &Create::mode(libc::S_IFREG)).is_err());
+        assert!(server.fs.rename((inner, b"a"), (ROOT, b"b"), 0).is_err());
+        for name in [b"x", b"b"] {
+            assert_eq!(host.lookup(ROOT, name).err(), Some(Errno::NOENT));
+        }
+    }
+
+    fn create(server: &Server, uid: u32, flags: i32, name: &str) -> Result<()> {
+        let mut body = Out::new();
+        body.u32(flags as u32).u32(0o600).u32(0).u32(0).bytes(name.as_bytes()).bytes(&[0]);
+        ask(server, uid, op::CREATE, &body.0)
+    }
+
+    /// Such requests arrive when another member has made the name since the kernel looked.
+    #[test]
+    fn a_file_that_came_since_the_kernel_looked_is_opened_for_who_may_open_it() {
+        let server = server();
+        make(&server, "open", 1000);
+        make(&server, "shut", 1000);
+        server.fs.create(ROOT, Some(b"folder"), &Create::mode(libc::S_IFDIR | 0o777)).expect("create");
+        let shut = server.fs.lookup(ROOT, b"shut").expect("lookup").0;
+        server.fs.pwrite(shut, b"text", 0, false).expect("write");
+        server
+            .fs
+            .setattr(shut, sys::TFS_SET_MODE, &Attr { mode: libc::S_IFREG | 0o460, ..Attr::default() })
+            .expect("chmod");
+        assert_eq!(create(&server, 1001, libc::O_RDWR, "open"), Ok(()));
+        assert_eq!(create(&server, 1000, libc::O_RDONLY, "shut"), Ok(()));
+        for (uid, flags, name, why) in [
+            (1000, libc::O_RDWR | libc::O_EXCL, "open", Errno::EXIST),
+            (1000, libc::O_RDWR, "shut", Errno::STALE),
+            (1000, libc::O_RDONLY | libc::O_TRUNC, "shut", Errno::STALE),
+            (1001, libc::O_RDONLY, "shut", Errno::STALE),
+            (1000, libc::O_RDONLY, "folder", Errno::STALE),
+        ] {
+            assert_eq!(create(&server, uid, flags, name), Err(why), "{name} {flags:o} by {uid}");
+        }
+        assert_eq!(server.fs.size(shut), 4);
+        server
+            .fs
+            .setattr(shut, sys::TFS_SET_MODE, &Attr { mode: libc::S_IFREG | 0o600, ..Attr::default() })
+            .expect("chmod");
+        assert_eq!(create(&server, 1000, libc::O_WRONLY | libc::O_TRUNC, "shut"), Ok(()));
+        assert_eq!(server.fs.size(shut), 0);
     }
 }

@@ -330,7 +330,7 @@ fn send(device: &File, unique: u64, answer: &Result<Reply<'_>, Errno>) -> io::Re
     match answer {
         Ok(Reply::None) => Ok(()),
         Err(error) => device.write_all(&header_bytes(unique, -error.raw_os_error(), 0)),
-        Ok(Reply::Body(out)) => {
+        Ok(Reply::Body(out) | Reply::Found(out)) => {
             let header = header_bytes(unique, 0, out.0.len());
             device.write_vectored(&[IoSlice::new(&header), IoSlice::new(&out.0)]).map(|_| ())
         }

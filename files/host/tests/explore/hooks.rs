@@ -175,6 +175,11 @@ extern "C" fn tfs_os_sleep(_: usize, _: usize, _: u32, ns: u64, killable: bool) 
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn tfs_os_killed(_fs: usize) -> bool {
+    KILLED.get()
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn tfs_os_clock() -> u64 {
     schedule::clock()
 }

@@ -7,6 +7,7 @@
 //! - [`hooks`]: what the instrumented core calls.
 //! - [`cases`]: the members' operations, and their required outcome.
 //! - [`found`]: single states in which a member is suspended, refused or has left work, and what one member does in them.
+//! - [`mapped`]: members that map files whose blocks are removed, and those that use the blocks again.
 //! - [`narrow`]: two threads that meet within a few accesses, and states after several deaths.
 //! - [`scarce`]: operations that find too few blocks or no memory.
 //!
@@ -17,6 +18,7 @@
 mod cases;
 mod found;
 mod hooks;
+mod mapped;
 mod narrow;
 mod plan;
 mod scarce;

@@ -126,6 +126,43 @@ fn a_member_that_lets_go_waits_for_no_member_that_is_suspended_while_it_defers_b
     zone.assert_clean(&[4, 10, 11]);
 }
 
+#[test]
+fn a_member_that_lets_go_waits_for_no_member_that_takes_the_lock_meanwhile_and_is_suspended() {
+    let zone = Zone::new(|_| {});
+    let lock = offset_of!(sys::tfs_super, deferred_lock) as u64;
+    for place in 1.. {
+        zone.reset();
+        let [mapper, owner] = [10, 11].map(|m| zone.open(m, false).expect("open"));
+        zone.store(offset_of!(sys::tfs_super, deferred_members) as u64, 1 << 10);
+        let (waited, is_taken) = (std::cell::Cell::new(0), std::cell::Cell::new(false));
+        let ran = zone.run(
+            Plan::new(0, vec![(0, place)], Vec::new(), true),
+            vec![
+                Box::new(|| {
+                    let start = schedule::clock();
+                    mapper.let_go();
+                    waited.set(schedule::clock() - start);
+                }),
+                Box::new(|| {
+                    is_taken.set(zone.area.word(lock).is_some_and(|word| word & 0xff == 0));
+                    if is_taken.get() {
+                        zone.hold(11, lock);
+                    }
+                }),
+            ],
+        );
+        let ran = ran.expect("both end");
+        assert!(waited.get() < SECOND / 10, "taken before access {place}: it waited {} ns", waited.get());
+        if is_taken.get() {
+            zone.store(lock, 0);
+        }
+        [mapper, owner].into_iter().for_each(Filesystem::abandon);
+        if place > ran.steps[0] {
+            break;
+        }
+    }
+}
+
 /// Places among so many accesses: all at the beginning and at the end, and some in between, where a map is scanned.
 fn some_of(steps: usize) -> impl Iterator<Item = usize> {
     (1..=steps + 1).filter(move |at| *at < 40 || at + 40 > steps || at % 16 == 0)
@@ -201,16 +238,25 @@ fn cut_meanwhile(zone: &Zone, place: usize, frees: u32, taken: bool) -> usize {
     let begun = Zone::member_area(10, offset_of!(sys::tfs_member_area, revokes_begun));
     let block = fs.map(cut, 0, 1).expect("map").block;
     let is_late = std::cell::Cell::new(false);
+    let recover = || {
+        is_late.set(frees != 10 || zone.area.word(begun) == Some(1));
+        fs.recover_all().expect("recovery");
+    };
+    let take = || {
+        // From here on the thread is about to take the bits; the other one runs first.
+        fs.size(cut);
+        recover();
+        let bits = zone.slot(10, offset_of!(sys::tmb_member, pending));
+        zone.set_slot(10, offset_of!(sys::tmb_member, pending), 0);
+        Ok::<_, Errno>(bits)
+    };
+    let at = (1, place);
     let ran = zone.run(
-        Plan::new(1, vec![(1, place)], Vec::new(), true),
+        Plan::new(usize::from(!taken), if taken { vec![(0, 1), at] } else { vec![at] }, Vec::new(), true),
         vec![
-            Box::new(|| {
-                is_late.set(frees != 10 || zone.area.word(begun) == Some(1));
-                fs.recover_all().expect("recovery");
-                if taken {
-                    mapper.asked();
-                    zone.set_slot(10, offset_of!(sys::tmb_member, pending), 0);
-                }
+            Box::new(|| match taken {
+                true => _ = mapper.take_pending(take).expect("the bits"),
+                false => recover(),
             }),
             Box::new(|| _ = zone.serve_revoke(if frees == 10 { &mapper } else { &other }, frees)),
         ],
@@ -220,7 +266,8 @@ fn cut_meanwhile(zone: &Zone, place: usize, frees: u32, taken: bool) -> usize {
     let byte = (word >> (zone.map_of(block) % 8 * 8)) as u8;
     let is_kept = u32::from(byte) == sys::TFS_MAP_DEFERRED;
     assert!(is_kept || !is_late.get() || place > ran.steps[1], "{byte:#x}, cut before access {place}");
-    while zone.does(|| zone.serve_revoke(&mapper, 10) || mapper.let_go()) {}
+    // The recovery asks all holders once more.
+    while zone.does(|| zone.serve_revoke(&mapper, 10) || mapper.let_go() || zone.serve_revoke(&other, 12)) {}
     assert_eq!(fs.deferred(), (0, vec![]), "cut before access {place}");
     [fs, mapper, other].into_iter().for_each(Filesystem::abandon);
     ran.steps[1]

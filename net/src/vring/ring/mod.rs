@@ -63,7 +63,6 @@ pub enum Broken {
     Address {
         /// Guest-physical address.
         gpa: u64,
-        /// Bytes.
         len: u32,
     },
     /// A buffer that the device should read is for writing, or the other way round.
@@ -80,10 +79,7 @@ pub enum Broken {
     },
     /// An indirect table whose length isn't a positive multiple of 16, or too large.
     #[error("indirect table of {len} bytes")]
-    IndirectLength {
-        /// Its length.
-        len: u32,
-    },
+    IndirectLength { len: u32 },
 }
 
 /// The negotiated features that a ring uses.

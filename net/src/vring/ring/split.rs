@@ -428,13 +428,18 @@ fn is_mapped(tr: &mut Translator, gpa: u64, len: u32) -> bool {
     true
 }
 
-/// Reads one descriptor of a table that lies across regions.
+/// Reads one descriptor of a table that lies across regions; byte by byte if it does so itself.
 #[cold]
 fn read_scattered(tr: &mut Translator, gpa: u64, index: u32) -> Result<Desc, Broken> {
-    let mut bytes = [0u8; 16];
-    let start = gpa.checked_add(16 * u64::from(index)).ok_or(Broken::Address { gpa, len: 16 })?;
+    const SIZE: u32 = 16;
+    let start = gpa.checked_add(u64::from(SIZE * index)).ok_or(Broken::Address { gpa, len: SIZE })?;
+    if let Some((ptr, SIZE)) = tr.at(start, SIZE) {
+        // SAFETY: 16 mapped bytes.
+        return Ok(unsafe { read_desc(ptr) });
+    }
+    let mut bytes = [0u8; SIZE as usize];
     for (i, b) in bytes.iter_mut().enumerate() {
-        let at = start.checked_add(i as u64).ok_or(Broken::Address { gpa, len: 16 })?;
+        let at = start.checked_add(i as u64).ok_or(Broken::Address { gpa, len: SIZE })?;
         let (ptr, _) = tr.at(at, 1).ok_or(Broken::Address { gpa: at, len: 1 })?;
         // SAFETY: one mapped byte.
         *b = unsafe { ptr.read_volatile() };

@@ -13,7 +13,6 @@ const SEGMENTS: usize = 2 * MAX_CHAIN;
 pub struct Segment {
     /// The first byte, in this process.
     pub ptr: *mut u8,
-    /// Bytes.
     pub len: u32,
 }
 
@@ -42,6 +41,8 @@ pub struct Window {
     used_segments: usize,
     /// Of the chain being built.
     open: Chain,
+    /// Descriptors read of chains of several, since [`Window::take_effort`].
+    effort: usize,
 }
 
 // SAFETY: the pointers are addresses in guest mappings that the owner's Translator keeps alive; the window itself is
@@ -57,6 +58,7 @@ impl Default for Window {
             segments: Box::new([Segment { ptr: std::ptr::null_mut(), len: 0 }; SEGMENTS]),
             used_segments: 0,
             open: Chain::default(),
+            effort: 0,
         }
     }
 }
@@ -172,6 +174,13 @@ impl Window {
         }
     }
 
+    /// Returns how many descriptors have been read of chains of several, or of those that did not fit, since the last call. They take time
+    /// that the number of chains does not tell.
+    #[inline(always)]
+    pub fn take_effort(&mut self) -> usize {
+        std::mem::take(&mut self.effort)
+    }
+
     /// Begins to put chains of one buffer each into the present room.
     #[inline(always)]
     pub(super) fn singles(&mut self) -> Singles<'_> {
@@ -201,12 +210,15 @@ impl Window {
         self.push_slow(tr, gpa, len)
     }
 
-    /// As [`Window::push`], for a buffer in several pieces, or a full window.
+    /// As [`Window::push`], for a buffer in several pieces, an empty one, or a full window. An empty buffer takes a segment like any other,
+    /// wherever it lies, so the window's size limits the descriptors that a fetch reads.
     #[cold]
     fn push_slow(&mut self, tr: &mut Translator, gpa: u64, len: u32) -> Result<bool, Broken> {
         let (mut at, mut rest) = (gpa, len);
-        while rest > 0 {
-            let Some((ptr, piece)) = tr.at(at, rest) else { return Err(Broken::Address { gpa, len }) };
+        loop {
+            let nowhere = std::ptr::NonNull::dangling().as_ptr();
+            let found = if rest == 0 { Some((nowhere, 0)) } else { tr.at(at, rest) };
+            let Some((ptr, piece)) = found else { return Err(Broken::Address { gpa, len }) };
             if self.used_segments == SEGMENTS {
                 // Alone in the window and still too long, or just no room now.
                 return if self.is_empty() { Err(Broken::TooLong) } else { Ok(false) };
@@ -217,11 +229,11 @@ impl Window {
             let Some(total) = self.open.total.checked_add(piece) else { return Err(Broken::TooLong) };
             self.open.total = total;
             rest -= piece;
-            if rest > 0 {
-                at = at.checked_add(u64::from(piece)).ok_or(Broken::Address { gpa, len })?;
+            if rest == 0 {
+                return Ok(true);
             }
+            at = at.checked_add(u64::from(piece)).ok_or(Broken::Address { gpa, len })?;
         }
-        Ok(true)
     }
 
     /// Ends the open chain.
@@ -229,11 +241,13 @@ impl Window {
     pub(super) fn commit(&mut self, id: u16, entries: u16) {
         self.chains[self.end] = Chain { id, entries, ..self.open };
         self.end += 1;
+        self.effort += usize::from(self.open.count);
     }
 
     /// Drops the open chain.
     #[cold]
     pub(super) fn abandon(&mut self) {
         self.used_segments = usize::from(self.open.first);
+        self.effort += usize::from(self.open.count);
     }
 }

@@ -43,6 +43,11 @@ fn check_network(compose: &Compose, name: &str, net: &NetSpec) -> Result<(), Wro
             return Err(("uplink", message));
         }
     }
+    if net.host_loopback && net.uplink != Some(Uplink::User) {
+        let message =
+            format!("net.{name}.host_loopback belongs to user-mode networking; add uplink = \"user\"");
+        return Err(("host_loopback", message));
+    }
     let subnet = subnet(compose, name);
     if let (Some(gateway), Some(subnet)) = (net.gateway, subnet) {
         if !subnet.has(gateway) {

@@ -28,6 +28,8 @@ pub use tombolo_control::net::config::Multicast;
 pub struct NetSpec {
     /// The network outside, for frames to no VM; default: none.
     pub uplink: Option<Uplink>,
+    /// With user-mode networking, VMs reach what listens on the host's loopback addresses.
+    pub host_loopback: bool,
     /// Addresses of the VMs; default without uplink: 10.86.N.0/24, N-th network of the file.
     pub subnet: Option<Subnet>,
     /// Prefix of 64 bits for the VMs' IPv6 addresses, which their kernels make of it and their MACs.

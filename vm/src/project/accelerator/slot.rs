@@ -36,7 +36,7 @@ pub(super) struct Channels {
 pub(super) enum Reach {
     /// Nothing.
     Apart,
-    /// Its devices.
+    /// The devices of the zone are in the owner VM.
     There,
     /// Its server has been told of it.
     Served,

@@ -2,9 +2,13 @@
 //! Slots, and the members of their zones.
 
 use super::*;
-use crate::compose::accelerator::AccelUse;
+use crate::compose::accelerator::{AccelSpec, AccelUse};
+use crate::project::keeper::Service;
 use crate::project::patience::tests::Processes;
+use crate::project::peer::Peer;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use tombolo_control::accel::{Answer, Request};
 
 /// Slots of the VMs a and b, whose server may refuse a.
 fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {

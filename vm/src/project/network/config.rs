@@ -15,8 +15,13 @@ use crate::compose::ports::{Forward, Protocol};
 /// A port of a switch. The compose file has no rules for packets.
 pub(super) type Port = PortConfig<NoRule>;
 
-/// The name of a network's only uplink; behind a VM's name, of its own.
-pub(super) const UPLINK: &str = "uplink";
+/// The name of an uplink, behind that of the network or of the VM that it belongs to. No VM has a name with a dot.
+const UPLINK: &str = "uplink";
+
+/// Returns the name of the uplink of a network, or of a VM's own.
+pub fn uplink_name(of: &str) -> String {
+    format!("{of}.{UPLINK}")
+}
 
 /// The port of the VM `vm` in a network.
 pub(super) fn of_port(vm: &str, socket: PathBuf, nic: &NicSpec, lease: &Lease, spec: &NetSpec) -> Port {
@@ -72,13 +77,13 @@ fn of_dhcp(net: &str, spec: &NetSpec) -> Option<DhcpConfig> {
 }
 
 /// The uplink that all VMs of a network have. None: each has its own.
-pub(super) fn of_uplink(uplink: &Uplink) -> Option<UplinkConfig> {
+pub(super) fn of_uplink(net: &str, uplink: &Uplink) -> Option<UplinkConfig> {
     let way = match uplink {
         Uplink::User => return None,
         Uplink::Tap(name) => Way::Tap(name.clone()),
         Uplink::Interface(name) => Way::Interface(name.clone()),
     };
-    Some(UplinkConfig::new(UPLINK.to_owned(), way))
+    Some(UplinkConfig::new(uplink_name(net), way))
 }
 
 /// The uplink of the VM `vm` alone, in a network with user-mode networking: a passt serves one guest.
@@ -87,11 +92,11 @@ pub(super) fn of_vm(vm: &str, spec: &NetSpec, forwards: &[Forward]) -> Option<Up
     let of = |protocol| {
         forwards.iter().filter(|forward| forward.protocol == protocol).map(Forward::for_passt).collect()
     };
-    // No VM has a name with a dot.
-    let mut config = UplinkConfig::new(format!("{vm}.{UPLINK}"), Way::User("passt".into()));
+    let mut config = UplinkConfig::new(uplink_name(vm), Way::User("passt".into()));
     config.port = Some(vm.to_owned());
     config.tcp_ports = of(Protocol::Tcp);
     config.udp_ports = of(Protocol::Udp);
+    config.host_loopback = spec.host_loopback;
     Some(config)
 }
 
@@ -115,7 +120,7 @@ mod tests {
         };
         let ports = leases.iter().map(port).collect();
         let own = compose.vm.iter().filter_map(|(vm, of)| of_vm(vm, spec, &of.ports));
-        let uplinks = spec.uplink.iter().filter_map(of_uplink).chain(own).collect();
+        let uplinks = spec.uplink.iter().filter_map(|uplink| of_uplink("lan", uplink)).chain(own).collect();
         toml::to_string(&of_network("lan", spec, "/c".into(), ports, uplinks)).unwrap()
     }
 
@@ -166,12 +171,34 @@ mod tests {
         );
         has(&config, "[[uplink]]\nname = \"b.uplink\"\nuser = \"passt\"\nport = \"b\"\n");
         assert_eq!(config.matches("isolated = true").count(), 2, "{config}");
+        assert!(!config.contains("host-loopback"), "{config}");
+    }
+
+    #[test]
+    fn no_vm_has_the_name_of_an_uplink_or_of_a_service() {
+        let config = config("[net.lan]\nuplink = { tap = \"t\" }\n[vm.uplink]\nnetworks = [\"lan\"]\n");
+        has(&config, "[[port]]\nname = \"uplink\"\n");
+        has(&config, "[[uplink]]\nname = \"lan.uplink\"\n");
+        let file = Path::new("/somewhere/demo/tombolo.toml");
+        assert!(Project::parse(file, "[vm.\"lan.uplink\"]\n").is_err());
+    }
+
+    #[test]
+    fn guests_reach_the_hosts_loopback_if_the_file_says_so() {
+        let of = |text: &str| {
+            config(&format!("[net.lan]\nuplink = \"user\"\n{text}\n[vm.a]\nnetworks = [\"lan\"]\n"))
+        };
+        has(&of("host_loopback = true"), "host-loopback = true\n");
+        let e =
+            Project::parse(Path::new("/somewhere/demo/tombolo.toml"), "[net.lan]\nhost_loopback = true\n")
+                .unwrap_err();
+        assert!(format!("{e:#}").contains("net.lan.host_loopback belongs to user-mode networking"), "{e:#}");
     }
 
     #[test]
     fn a_tap_device_is_the_uplink_of_all_vms() {
         let config = config("[net.lan]\nuplink = { tap = \"t\" }\n[vm.a]\nnetworks = [\"lan\"]\n");
-        has(&config, "[[uplink]]\nname = \"uplink\"\ntap = \"t\"\n");
+        has(&config, "[[uplink]]\nname = \"lan.uplink\"\ntap = \"t\"\n");
         assert!(!config.contains("isolated"), "{config}");
     }
 }

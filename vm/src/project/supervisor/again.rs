@@ -11,7 +11,7 @@ use super::Supervisor;
 use super::launch::Wanted;
 use super::turn::Of;
 use crate::guest::kit;
-use crate::machine::{Exit, Machine, Phase, growth, stop};
+use crate::machine::{Exit, Machine, Phase, Sequel, growth, stop};
 use crate::project::barrier::Inside;
 use crate::project::control::Stage;
 use crate::qemu::version::Qemu;
@@ -20,18 +20,18 @@ impl Supervisor {
     /// Called once when a VM's QEMU has ended, on the thread that waits for it.
     pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit, inside: Inside) {
         self.leave_zones(machine.name(), machine.zones().keys());
-        machine.set_ended(exit);
+        let sequel = machine.set_ended(exit);
         drop(inside);
-        self.follow_up(machine);
+        self.follow_up(machine, sequel);
     }
 
     /// Does what follows the end of a VM, which another program of this process may have noted.
-    pub(super) fn follow_up(self: &Arc<Self>, machine: &Arc<Machine>) {
+    pub(super) fn follow_up(self: &Arc<Self>, machine: &Arc<Machine>, sequel: Sequel) {
         machine.close_consoles();
-        match machine.phase() {
-            Phase::Rebooting => self.reboot(machine),
-            _ if machine.is_restart_due() => self.start_again(machine),
-            _ => {}
+        match sequel {
+            Sequel::Reboot => self.reboot(machine),
+            Sequel::Policy => self.start_again(machine),
+            Sequel::Nothing => {}
         }
     }
 
@@ -56,29 +56,30 @@ impl Supervisor {
     }
 
     /// A guest that reboots ends its QEMU, since a member's memory and doorbell must not outlast its epoch; here it gets a new one, as what
-    /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone. Where there
-    /// is no next QEMU, its restart policy decides.
+    /// it was: the zones attached later, their mounts and its consoles included. Called when its old QEMU and memberships are gone.
     fn reboot(self: &Arc<Self>, old: &Arc<Machine>) {
-        self.replace(old, "reboots", |report| self.start_one(self.wanted_again(old, None)?, &|_| {}, report));
-        if self.is_current(old) {
-            self.start_again(old);
-        }
+        self.replace_or_start_again(old, "reboots", |report| {
+            self.start_one(self.wanted_again(old, None)?, &|_| {}, report)
+        });
     }
 
     /// Its guest has no driver for memory that comes while it runs: it is stopped and started again with all of it.
     pub(super) fn start_slowly(self: &Arc<Self>, old: &Arc<Machine>) {
-        self.replace(old, "starts again, with all its memory", |report| {
+        self.replace_or_start_again(old, "starts again, with all its memory", |report| {
             // A command has stopped it, or it reboots: there is nothing to do.
             if old.phase() != Phase::Up {
                 return Ok(());
             }
             let name = old.name();
             let all = Layout::slow(old.spec().memory.0);
-            if let Err(e) = growth::allow(name, old.spec(), &all) {
-                crate::say!("the VM '{name}' goes on with the memory it has: {e:#}");
-                return Ok(());
-            }
-            let again = self.wanted_again(old, None)?;
+            let again = growth::allow(name, old.spec(), &all).and_then(|()| self.wanted_again(old, None));
+            let again = match again {
+                Ok(again) => again,
+                Err(e) => {
+                    crate::say!("the VM '{name}' goes on with the memory it has: {e:#}");
+                    return Ok(());
+                }
+            };
             old.stop(&self.mounted(old), Instant::now() + stop::LONGEST, report)?;
             let wanted = Wanted { before: None, slow: true, ..again };
             self.start_one(
@@ -89,36 +90,63 @@ impl Supervisor {
         });
     }
 
-    /// Starts a VM again, unless a command has stopped or started it meanwhile. `how` describes the start in the log.
-    fn replace(
+    /// As [`Self::replace`]. Where there is no next QEMU, the restart policy decides.
+    fn replace_or_start_again(
         self: &Arc<Self>,
         old: &Arc<Machine>,
         how: &str,
         start: impl FnOnce(&dyn Fn(Stage, &str)) -> anyhow::Result<()>,
     ) {
+        if self.replace(old, how, start) {
+            self.start_again(old);
+        }
+    }
+
+    /// Starts a VM again, unless a command has stopped or started it meanwhile. `how` describes the start in the log. Returns whether there is
+    /// no next QEMU and no thread yet that lets the restart policy decide.
+    fn replace(
+        self: &Arc<Self>,
+        old: &Arc<Machine>,
+        how: &str,
+        start: impl FnOnce(&dyn Fn(Stage, &str)) -> anyhow::Result<()>,
+    ) -> bool {
         let name = old.name();
         let _changing = self.changing.take(Of::Vm(name));
-        if !self.lock().machines.get(name).is_some_and(|m| Arc::ptr_eq(m, old)) {
-            return;
+        if !self.is_current(old) {
+            return false;
         }
         let report = |stage: Stage, detail: &str| {
             crate::say!("the VM '{name}' {how}: {stage:?} {detail}");
         };
-        if let Err(e) = start(&report) {
-            crate::say!("the VM '{name}' {how}, and fails: {e:#}");
-            let current = self.lock().machines.get(name).cloned();
-            let why = format!("it {how}, and fails: {e:#}");
-            current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
-        }
+        let Err(e) = start(&report) else { return false };
+        crate::say!("the VM '{name}' {how}, and fails: {e:#}");
+        let is_undecided = self.is_current(old) && old.has_ended() && old.set_next_failed();
+        let current = self.lock().machines.get(name).cloned();
+        let why = format!("it {how}, and fails: {e:#}");
+        current.as_ref().unwrap_or(old).fail(why.lines().next().unwrap_or_default());
+        is_undecided
     }
 
     /// The start of a VM that ended. `attempt`: starts in a row by the restart policy, if that policy starts the VM.
+    ///
+    /// # Errors
+    /// The files that the VM had can't be had.
     fn wanted_again(&self, old: &Arc<Machine>, attempt: Option<u32>) -> anyhow::Result<Wanted> {
+        if let Some(now) = self.ownership.folder.as_ref().and_then(|own| own.replaced_at(old.folder())) {
+            anyhow::bail!(
+                "{} is another folder than the one in which the VM was started, which is {} now; 'tombolo restart {}' there starts it with the files \
+                 there",
+                old.folder().display(),
+                now.display(),
+                old.name()
+            );
+        }
         let project = self.lock().project.clone();
         let near = project.file.parent().unwrap_or(Path::new("/"));
         Ok(Wanted {
             name: old.name().to_owned(),
             spec: old.spec().clone(),
+            folder: old.folder().to_owned(),
             qemu: Arc::new(Qemu::find(project.compose.qemu.as_deref())?),
             hypervisor: old.hypervisor(),
             boot: kit::boot(old.name(), old.spec(), near)?,
@@ -127,6 +155,7 @@ impl Supervisor {
             attempt,
             slow: old.layout().grown == 0,
             placement: old.placement().map(|placement| placement.plan),
+            formats: old.formats().to_vec(),
         })
     }
 

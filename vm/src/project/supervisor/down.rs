@@ -23,13 +23,21 @@ const COURTESY: Duration = Duration::from_secs(2);
 const CUT_OFF: Duration = Duration::from_secs(2);
 /// For a command that starts or stops the VMs which are to be stopped.
 const OTHERS: Duration = Duration::from_secs(2);
+/// For the VMs that are stopped beside a command in the way. They give what it takes to kill those that are left when it has ended.
+const BESIDE: Duration = stop::LONGEST.saturating_sub(stop::KILL);
 /// All of `down`: what comes before, the VMs at the same time, then switches and servers at the same time.
 const LONGEST: Duration = Duration::from_secs(30);
-/// The last two of these.
-const ENDS: Duration = stop::LONGEST.saturating_add(keeper::ENDING).saturating_add(keeper::DEATH);
-const _: () =
-    assert!(ENDS.saturating_add(COURTESY).saturating_add(CUT_OFF).as_millis() < LONGEST.as_millis());
-const _: () = assert!(ENDS.saturating_add(SILENT).saturating_add(OTHERS).as_millis() < LONGEST.as_millis());
+/// For switches and servers.
+const SERVICES: Duration = keeper::ENDING.saturating_add(keeper::DEATH);
+const _: () = assert!(is_short([COURTESY, BESIDE, CUT_OFF, stop::KILL, SERVICES]));
+const _: () = assert!(is_short([SILENT, OTHERS, stop::LONGEST, Duration::ZERO, SERVICES]));
+
+/// Returns whether steps take less than [`LONGEST`] together.
+const fn is_short(steps: [Duration; 5]) -> bool {
+    let [a, b, c, d, e] = steps;
+    let sum = a.saturating_add(b).saturating_add(c).saturating_add(d).saturating_add(e);
+    sum.as_millis() < LONGEST.as_millis()
+}
 
 impl Supervisor {
     /// Stops VMs, all of them and what runs beside them where the list is empty.
@@ -45,7 +53,7 @@ impl Supervisor {
         }
         let vms: BTreeSet<String> = vms.iter().cloned().collect();
         let turn = self.turn_of(&vms, reporter)?;
-        self.stop(|machine| vms.contains(machine.name()), Some(reporter))?;
+        self.stop(|machine| vms.contains(machine.name()), Instant::now() + stop::LONGEST, Some(reporter))?;
         drop(turn);
         // A command that has the turn still may use what runs beside the VMs.
         let Some(_turn) = self.changing.take_within(Of::All, Duration::ZERO) else { return Ok(()) };
@@ -96,13 +104,12 @@ impl Supervisor {
     fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
         // A start in progress is cut short rather than waited for.
         self.cancel(|machine| machine.phase() == Phase::Booting);
-        let turn =
-            self.changing.take_within(Of::All, COURTESY).or_else(|| self.stop_beside(reporter)).or_else(
-                || {
-                    self.cancel(|_| true);
-                    self.changing.take_within(Of::All, CUT_OFF)
-                },
-            );
+        let free = self.changing.take_within(Of::All, COURTESY);
+        let until = Instant::now() + if free.is_some() { stop::LONGEST } else { BESIDE };
+        let turn = free.or_else(|| self.stop_beside(until, reporter)).or_else(|| {
+            self.cancel(|_| true);
+            self.changing.take_within(Of::All, CUT_OFF)
+        });
         if turn.is_none() {
             let text =
                 "another command does not end; the supervisor ends, and with it everything that it started";
@@ -114,7 +121,8 @@ impl Supervisor {
             self.dir.remove();
             return Ok(());
         }
-        self.stop(|_| true, reporter)?;
+        // What is left of the time, also where VMs have had some of it already.
+        self.stop(|_| true, until, reporter)?;
         let beside = self.lock().clear();
         beside.end();
         self.dir.remove();
@@ -123,10 +131,9 @@ impl Supervisor {
 
     /// Stops VMs while another command has the turn, in good order as ever: a guest that has nothing to do with that command has its time to
     /// switch itself off, and so has one that the command is stopping. Returns the turn if the command has ended with that.
-    fn stop_beside(&self, reporter: Option<&Reporter>) -> Option<Turn<'_>> {
-        let until = Instant::now() + stop::LONGEST;
+    fn stop_beside(&self, until: Instant, reporter: Option<&Reporter>) -> Option<Turn<'_>> {
         let is_stopping = |machine: &Machine| machine.phase() == Phase::Stopping;
-        if let Err(e) = self.stop(|machine| !is_stopping(machine), reporter) {
+        if let Err(e) = self.stop(|machine| !is_stopping(machine), until, reporter) {
             crate::say!("{e:#}");
         }
         let waits = self.lock().machines.values().any(|machine| is_stopping(machine));
@@ -146,10 +153,11 @@ impl Supervisor {
         }
     }
 
-    /// Stops VMs, those first on which no other depends. Those that don't die stay in the list.
+    /// Stops VMs by `until`, those first on which no other depends. Those that don't die stay in the list.
     pub(super) fn stop(
         &self,
         which: impl Fn(&Machine) -> bool,
+        until: Instant,
         reporter: Option<&Reporter>,
     ) -> anyhow::Result<()> {
         let chosen: Vec<Arc<Machine>> = {
@@ -158,8 +166,8 @@ impl Supervisor {
         };
         let depends = chosen.iter().map(|m| (m.name().to_owned(), m.spec().depends_on.clone())).collect();
         let waves = order::waves(&depends);
-        let turnstile = Turnstile::new(waves.iter().map(BTreeSet::len).collect(), stop::LONGEST);
-        let until = Instant::now() + stop::LONGEST;
+        let time = until.saturating_duration_since(Instant::now());
+        let turnstile = Turnstile::new(waves.iter().map(BTreeSet::len).collect(), time);
         let stopped: Vec<anyhow::Result<()>> = std::thread::scope(|scope| {
             let stop = |machine: &Arc<Machine>| {
                 let (machine, turnstile) = (machine.clone(), &turnstile);

@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use anyhow::Context;
+
 use super::{Reporter, Supervisor};
 use crate::compose::{HypervisorChoice, VmSpec};
 use crate::guest::kit;
@@ -21,13 +23,14 @@ impl Supervisor {
     /// Chooses the hypervisor of each VM. KVM is tried only if a VM may use it; the kernel for that is looked for `near` the compose file.
     ///
     /// # Errors
-    /// A VM needs KVM, which does not work.
+    /// A VM needs KVM, which does not work, or `is_cancelled` ended the wait for the answer.
     pub(super) fn choose_hypervisors(
         &self,
         qemu: &Qemu,
         vms: &[Starting],
         near: &Path,
         reporter: &Reporter,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> anyhow::Result<BTreeMap<String, Hypervisor>> {
         let limit = if vms.iter().any(|(_, spec, _)| spec.hypervisor == HypervisorChoice::Kvm) {
             kvm::INSISTING
@@ -42,15 +45,17 @@ impl Supervisor {
                 chosen.insert(name.clone(), Hypervisor::Tcg);
                 continue;
             }
-            let verdict = verdict.get_or_insert_with(|| {
+            if verdict.is_none() {
                 let kit = kit::kit(&kit::places(near), None);
                 let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
-                kvm::verdict(qemu, kernel, limit, || {
+                let announce = || {
                     tried = true;
                     let text = "finding out whether KVM works here (once per boot of the host)".into();
                     reporter.send(&Event::Note { text });
-                })
-            });
+                };
+                verdict = kvm::verdict(qemu, kernel, limit, announce, is_cancelled);
+            }
+            let verdict = verdict.as_ref().context("cancelled; nothing was started")?;
             if choice == HypervisorChoice::Kvm && !verdict.works {
                 anyhow::bail!(
                     "vm.{name}.hypervisor is \"kvm\", but {}; write \"auto\" or \"tcg\"",

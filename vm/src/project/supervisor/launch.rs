@@ -2,6 +2,7 @@
 //! The start of one VM: QEMU with its zones, networks and disks, then the boot, then mounts, addresses and devices in the guest.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tombolo_start::layout::Layout;
@@ -9,6 +10,7 @@ use tombolo_topology::plan::VmPlan;
 
 use super::Supervisor;
 use super::members::mount_zone;
+use crate::compose::disks::Format;
 use crate::compose::{self, VmSpec, ZoneUse};
 use crate::guest::{health, kit, seed, share};
 use crate::machine::cgroup::Group;
@@ -24,6 +26,8 @@ use crate::qemu::version::Qemu;
 pub(super) struct Wanted {
     pub(super) name: String,
     pub(super) spec: VmSpec,
+    /// The compose file's folder, in which the VM has its files.
+    pub(super) folder: PathBuf,
     pub(super) qemu: Arc<Qemu>,
     pub(super) hypervisor: Hypervisor,
     pub(super) boot: Option<kit::Boot>,
@@ -36,6 +40,8 @@ pub(super) struct Wanted {
     /// Give the VM all memory at its start, whatever the compose file says.
     pub(super) slow: bool,
     pub(super) placement: Option<VmPlan>,
+    /// The formats of its disks' images in its QEMU before; empty where there was none.
+    pub(super) formats: Vec<Format>,
 }
 
 impl Supervisor {
@@ -76,17 +82,32 @@ impl Supervisor {
         nics: &[Nic],
         registered: &dyn Fn(&Arc<Machine>),
     ) -> anyhow::Result<Arc<Machine>> {
-        let Wanted { name, spec, qemu, hypervisor, boot, zones, before, attempt, slow, placement } = wanted;
+        let Wanted {
+            name,
+            spec,
+            folder,
+            qemu,
+            hypervisor,
+            boot,
+            zones,
+            before,
+            attempt,
+            slow,
+            placement,
+            formats,
+        } = wanted;
+        self.dir.renew()?;
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
         let project = self.lock().project.clone();
         let seed =
             spec.cloud_init.as_ref().map(|given| seed::make(&project, &name, given, nics)).transpose()?;
-        let drives = disks::drives(&self.dir, &name, &spec)?;
+        let drives = disks::drives(&self.dir, &name, &spec, &formats)?;
         let group = Group::of(&self.dir, &name, &spec)?;
         let start = Start {
             name: &name,
             spec: &spec,
+            folder,
             qemu: &qemu,
             hypervisor,
             boot,

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Instant;
 
 use tombolo_topology::plan::VmPlan;
 
@@ -10,7 +11,7 @@ use super::{Beside, Reporter, Supervisor};
 use crate::compose::{Project, VmSpec, network};
 use crate::guest::kit;
 use crate::host;
-use crate::machine::{Machine, Phase, placement};
+use crate::machine::{Machine, Phase, placement, stop};
 use crate::project::changes::{self, Action, Kind, Parts, Side, Wish};
 use crate::project::control::{Event, Stage, Status};
 use crate::project::preflight;
@@ -134,7 +135,7 @@ impl Supervisor {
                 _ => false,
             })
         };
-        self.stop(stops, Some(reporter))?;
+        self.stop(stops, Instant::now() + stop::LONGEST, Some(reporter))?;
         let named = |wanted: Kind| {
             actions.iter().filter_map(move |action| match action {
                 Action::Stop { kind, name } | Action::Replace { kind, name, .. } if *kind == wanted => {

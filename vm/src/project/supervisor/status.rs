@@ -56,10 +56,13 @@ fn network_status(name: &str, network: &Network) -> NetStatus {
         mac: lease.mac.to_string(),
         address: lease.address.map(|(ip, prefix)| format!("{ip}/{prefix}")),
         address6: lease.address6.map(|ip| ip.to_string()),
+        up: None,
+        uplink_up: None,
     });
     NetStatus {
         name: name.to_owned(),
         uplink: network.spec().uplink.as_ref().map(ToString::to_string),
+        uplink_up: None,
         subnet: network.spec().subnet.map(|s| s.to_string()),
         pid,
         starts,

@@ -20,7 +20,7 @@ use super::{Beside, Reporter, Supervisor};
 use crate::compose::{Project, VmSpec};
 use crate::machine::{Machine, disks, growth, partition, placement, stop};
 use crate::project::changes::{Action, Kind, Wish};
-use crate::project::control::Stage;
+use crate::project::control::{Event, Stage};
 use crate::project::keeper::Part;
 use crate::project::peer::Peer;
 use crate::project::preflight::{self, Ready};
@@ -51,8 +51,12 @@ impl Supervisor {
         self.check_not_ending()?;
         wish.check(&project)?;
         // All checks come before the first stop or start.
-        growth::give_back_orphans()?;
-        partition::give_back_orphans()?;
+        // What can't be given back is a dead VM's. If this start needs it, a check below refuses it by name.
+        for text in
+            growth::give_back_orphans().failures.into_iter().chain(partition::give_back_orphans().failures)
+        {
+            reporter.send(&Event::Note { text });
+        }
         let (running, actions) = self.plan(&mut project, wish);
         let ready = preflight::examine(&project, &running, &actions, || self.promised())?;
         let placements = self.placements(&project, &ready.vms)?;
@@ -61,14 +65,16 @@ impl Supervisor {
         }
         self.check_owners(&project, &started(&actions).collect())?;
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
-        let hypervisors = self.choose_hypervisors(&ready.qemu, &ready.vms, &near, reporter)?;
+        let client = peer.socket();
+        let is_cancelled = || self.ending.load(Ordering::Acquire) || session::has_gone(&client);
+        let hypervisors = self.choose_hypervisors(&ready.qemu, &ready.vms, &near, reporter, &is_cancelled)?;
         let mut wished = self.kept(&actions);
         self.check_not_ending()?;
         self.announce(&actions, reporter);
         self.clear_away(&actions, reporter)?;
         let added = self.add_parts(project, &actions, &placements)?;
 
-        let wanted = wanted(ready, &hypervisors, placements);
+        let wanted = wanted(ready, &near, &hypervisors, placements);
         let starting: BTreeSet<String> = wanted.iter().map(|vm| vm.name.clone()).collect();
         turn.narrow(starting.clone());
         let (_, socket) = peer.into_raw();
@@ -102,6 +108,7 @@ impl Supervisor {
         actions: &[Action],
         placements: &BTreeMap<String, VmPlan>,
     ) -> anyhow::Result<Added> {
+        self.dir.renew()?;
         let mut zones = BTreeMap::new();
         for (name, spec) in &project.compose.zone {
             if !self.lock().zones.contains_key(name) {
@@ -193,11 +200,13 @@ impl Supervisor {
 /// The starts of the VMs of a plan.
 fn wanted(
     ready: Ready,
+    folder: &Path,
     hypervisors: &BTreeMap<String, Hypervisor>,
     mut placements: BTreeMap<String, VmPlan>,
 ) -> Vec<Wanted> {
     let Ready { qemu, vms } = ready;
     let start = |(name, spec, boot): (String, VmSpec, _)| Wanted {
+        folder: folder.to_owned(),
         zones: spec.zones.clone(),
         qemu: qemu.clone(),
         hypervisor: hypervisors[&name],
@@ -205,6 +214,7 @@ fn wanted(
         attempt: None,
         slow: false,
         placement: placements.remove(&name),
+        formats: Vec::new(),
         name,
         spec,
         boot,

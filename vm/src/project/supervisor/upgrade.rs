@@ -26,6 +26,7 @@ use crate::machine::{Machine, growth};
 use crate::project::accelerator::{Accelerator, AcceleratorState};
 use crate::project::barrier::{BACKGROUND, Inside, REQUESTS};
 use crate::project::control::{Event, Request};
+use crate::project::identity::Folder;
 use crate::project::journal::{self, Entry, Since};
 use crate::project::network::{Network, NetworkState};
 use crate::project::peer::Peer;
@@ -50,6 +51,8 @@ struct State {
     hypervisor: String,
     lock: Kept,
     door: DoorState,
+    #[serde(default)]
+    folder: Option<Kept>,
     signals: Kept,
     /// The client of the upgrade.
     client: Kept,
@@ -221,6 +224,7 @@ impl Supervisor {
             hypervisor: inner.hypervisor.clone(),
             lock: keep.add(&self.ownership.lock),
             door: DoorState::of(&self.ownership.door, keep),
+            folder: self.ownership.folder.as_ref().map(|folder| folder.keep(keep)),
             signals: keep.add(self.signals.socket()),
             client: keep.add(client),
             machines: Vec::new(),
@@ -243,13 +247,16 @@ impl Supervisor {
         for machine in machines {
             if machine.has_ended() {
                 let own = self.clone();
-                let ended = move || own.follow_up(&machine);
+                let ended = move || own.follow_up(&machine, machine.sequel());
                 std::thread::Builder::new().name("follow-up".into()).spawn(ended)?;
                 continue;
             }
             if machine.is_growing() {
                 let own = self.clone();
-                growth::begin(&machine, move |machine| own.start_slowly(machine))?;
+                // A VM that is ending has no memory any more; it must not end the others.
+                if let Err(e) = growth::begin(&machine, move |machine| own.start_slowly(machine)) {
+                    crate::say!("the VM '{}': its memory does not grow on: {e:#}", machine.name());
+                }
             }
             if let Some(check) = machine.spec().healthcheck.as_ref().filter(|_| machine.is_up()) {
                 health::go_on(&machine, check, machine.up_for().unwrap_or_default())?;
@@ -339,7 +346,12 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
         BACKGROUND.close(Duration::ZERO).map_err(|_| anyhow::anyhow!("another thread runs already"))?;
     crate::log::resume(&state.dir.join("supervisor.log"));
     let version = state.head.version;
-    let ownership = Ownership { lock: state.lock.take()?.into(), door: state.door.resume()? };
+    let folder = match state.folder {
+        Some(kept) => Some(Folder::resume(kept)?),
+        // The program before did not hold it.
+        None => Folder::of(&state.project.file).ok(),
+    };
+    let ownership = Ownership { lock: state.lock.take()?.into(), door: state.door.resume()?, folder };
     let signals = session::signals()?;
     signals.take_over(UnixStream::from(state.signals.take()?));
     upgrade::block_signals(false);
@@ -371,9 +383,10 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     }
     *supervisor.confined.lock().unwrap_or_else(PoisonError::into_inner) = state.confined;
     journal::take_over(state.journal);
+    // While no other thread works: one that holds a lock may wait for a process that only this thread can start.
+    supervisor.go_on(state.lasting)?;
     drop(standstill);
     supervisor.attend_to_all()?;
-    supervisor.go_on(state.lasting)?;
     let own = supervisor.clone();
     let report = move || own.report_upgrade(Peer::new(client), &version, refused);
     // It may end what takes the main thread to end.

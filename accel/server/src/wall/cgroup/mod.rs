@@ -17,7 +17,7 @@ use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{CWD, Mode, OFlags};
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -80,6 +80,17 @@ impl Most {
 fn set(folder: &Path, file: &str, value: &str) -> anyhow::Result<()> {
     let path = folder.join(file);
     std::fs::write(&path, value).with_context(|| format!("{}: {value}", path.display()))
+}
+
+/// Keeps a group's memory out of the host's swap, which the limit of memory doesn't count: a tenant could fill it, and keep the disk busy that its
+/// neighbours use. Nothing to do where the kernel has no swap.
+fn no_swap(folder: &Path) -> anyhow::Result<()> {
+    let path = folder.join("memory.swap.max");
+    let limited = File::options().write(true).open(&path).and_then(|mut file| file.write_all(b"0"));
+    match limited {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e).with_context(|| path.display().to_string()),
+        _ => Ok(()),
+    }
 }
 
 /// The server whose group this is, by the group's name.
@@ -209,6 +220,7 @@ impl Group {
         // Removed from here on, whatever fails.
         let group = Group { folder, open };
         set(&group.folder, "memory.max", &most.memory.to_string())?;
+        no_swap(&group.folder)?;
         set(&group.folder, "pids.max", &most.tasks.to_string())?;
         set(&group.folder, "cpu.weight", &most.weight.to_string())?;
         Ok(group)
@@ -242,6 +254,17 @@ impl Drop for Group {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_group_has_no_swap_also_where_the_kernel_has_none() {
+        let folder = tempfile::tempdir().expect("a folder");
+        no_swap(folder.path()).expect("nothing to do");
+        let file = folder.path().join("memory.swap.max");
+        assert!(!file.exists());
+        std::fs::write(&file, "max").expect("written");
+        no_swap(folder.path()).expect("limited");
+        assert_eq!(std::fs::read(&file).expect("read")[..1], *b"0");
+    }
 
     #[test]
     fn a_groups_name_says_whose_it_is() {

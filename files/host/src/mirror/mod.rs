@@ -3,19 +3,26 @@
 //!
 //! It keeps contents (holes stay holes), modes, owners, times, extended attributes (ACLs among them), symbolic links, hard links within the
 //! tree, and special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed.
+//!
+//! Both trees may change meanwhile, and either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, SeekFrom, Timespec, Timestamps, XattrFlags};
+use anyhow::{Context, bail};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, SeekFrom, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
-use walkdir::WalkDir;
+
+use crate::shown::shown_path;
+
+mod tree;
+
+pub use tree::Tree;
 
 /// The name under which a file is written until it is whole.
 const UNFINISHED: &str = ".tombolo-unfinished";
@@ -33,24 +40,50 @@ pub struct Done {
     pub removed: u64,
     /// Bytes of files that were written.
     pub bytes: u64,
+    /// Device nodes of the source that were left out.
+    pub devices_left_out: u64,
 }
 
-/// Makes the directory `to` equal to `from`. Entries that only `to` has are removed with `delete` and stay otherwise. Calls `progress` for
-/// each entry.
+/// Which rights that lie in the files themselves are copied. What comes from a guest is made by a stranger, who would get these rights on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct Rights {
+    /// Set-id bits of files, and the attributes of security modules, capabilities among them.
+    pub suid: bool,
+    /// Device nodes.
+    pub devices: bool,
+}
+
+impl Rights {
+    /// All of them.
+    pub const ALL: Rights = Rights { suid: true, devices: true };
+
+    /// The permission bits that a copy has.
+    fn mode(self, meta: &Metadata) -> u32 {
+        let lost = if self.suid || meta.is_dir() { 0 } else { 0o6000 };
+        meta.mode() & 0o7777 & !lost
+    }
+}
+
+/// Makes the directory `to` equal to `from`, but for `rights` that are not copied. Entries that only `to` has are removed with `delete` and stay
+/// otherwise. Calls `progress` for each entry.
 ///
 /// # Errors
 /// Names the first path that can't be read or written.
-pub fn mirror(from: &Path, to: &Path, delete: bool, progress: &mut dyn FnMut(&Done)) -> anyhow::Result<Done> {
-    let mut copy = Copy { from, to, links: BTreeMap::new(), done: Done::default() };
+pub fn mirror(
+    from: &Tree,
+    to: &Tree,
+    rights: Rights,
+    delete: bool,
+    progress: &mut dyn FnMut(&Done),
+) -> anyhow::Result<Done> {
+    let mut copy = Copy { from, to, rights, links: BTreeMap::new(), done: Done::default() };
     let mut folders = Vec::new();
-    for entry in WalkDir::new(from).sort_by_file_name() {
-        let entry = entry.with_context(|| format!("reading {}", from.display()))?;
-        let inside = entry.path().strip_prefix(from).context("a walk stays below its root")?.to_owned();
-        if entry.file_name() == UNFINISHED {
+    for inside in from.walk(false) {
+        let inside = inside?;
+        if inside.file_name().is_some_and(|name| name == UNFINISHED) {
             continue;
         }
-        let meta = fs::symlink_metadata(entry.path()).with_context(|| entry.path().display().to_string())?;
-        copy.entry(&inside, &meta).with_context(|| to.join(&inside).display().to_string())?;
+        let meta = copy.entry(&inside).with_context(|| shown_path(&to.name().join(&inside)).to_string())?;
         if meta.is_dir() {
             folders.push((inside, meta));
         }
@@ -61,50 +94,69 @@ pub fn mirror(from: &Path, to: &Path, delete: bool, progress: &mut dyn FnMut(&Do
     }
     // Last, since changes in a directory change its time; the innermost first.
     for (inside, meta) in folders.iter().rev() {
-        copy.attributes(inside, meta).with_context(|| to.join(inside).display().to_string())?;
+        copy.folder(inside, meta).with_context(|| shown_path(&to.name().join(inside)).to_string())?;
     }
     Ok(copy.done)
 }
 
 struct Copy<'a> {
-    from: &'a Path,
-    to: &'a Path,
+    from: &'a Tree,
+    to: &'a Tree,
+    rights: Rights,
     /// Files with several names, by device and inode: the name that was copied.
     links: BTreeMap<(u64, u64), PathBuf>,
     done: Done,
 }
 
 impl Copy<'_> {
-    fn entry(&mut self, inside: &Path, meta: &Metadata) -> anyhow::Result<()> {
-        let (source, target) = (self.from.join(inside), self.to.join(inside));
-        let there = present(&target)?;
+    /// Copies an entry; of a directory, only that it is there. Returns what it is in the source.
+    fn entry(&mut self, inside: &Path) -> anyhow::Result<Metadata> {
+        let (source, target) = (self.from.place(inside)?, self.to.place(inside)?);
+        let meta = fs::symlink_metadata(&source.path)?;
+        let there = present(&target.path)?;
         if meta.is_dir() {
             if there.as_ref().is_some_and(Metadata::is_dir) {
                 self.done.same += 1;
             } else {
-                self.clear(&target, there.as_ref())?;
-                fs::create_dir(&target)?;
+                clear(&target.path, there.as_ref())?;
+                fs::create_dir(&target.path)?;
                 self.done.copied += 1;
             }
-            return Ok(());
+        } else if !self.rights.devices && is_device(&meta) {
+            self.done.devices_left_out += 1;
+        } else {
+            self.file(inside, &source.path, &target.path, &meta, there.as_ref())?;
         }
+        Ok(meta)
+    }
+
+    /// Copies what is no directory.
+    fn file(
+        &mut self,
+        inside: &Path,
+        source: &Path,
+        target: &Path,
+        meta: &Metadata,
+        there: Option<&Metadata>,
+    ) -> anyhow::Result<()> {
         if meta.nlink() > 1 {
-            if let Some(first) = self.links.get(&(meta.dev(), meta.ino())).cloned() {
-                return self.link(&first, &target, there.as_ref());
+            if let Some(first) = self.links.get(&(meta.dev(), meta.ino())) {
+                let first = self.to.place(first)?;
+                return self.link(&first.path, target, there);
             }
-            self.links.insert((meta.dev(), meta.ino()), target.clone());
+            self.links.insert((meta.dev(), meta.ino()), inside.to_owned());
         }
-        if let Some(there) = there.as_ref().filter(|t| is_same(meta, t, &source, &target)) {
+        if let Some(there) = there.filter(|t| is_same(meta, t, source, target)) {
             if there.nlink() > 1 && meta.nlink() == 1 {
                 // Its other name may belong to a different file of the source.
-                self.replace(&source, &target, meta, Some(there))?;
+                self.replace(source, target, meta, Some(there))?;
             } else {
                 self.done.same += 1;
             }
         } else {
-            self.replace(&source, &target, meta, there.as_ref())?;
+            self.replace(source, target, meta, there)?;
         }
-        self.attributes(inside, meta)
+        self.attributes(source, target, meta)
     }
 
     /// Makes a further name of a copied file.
@@ -114,7 +166,7 @@ impl Copy<'_> {
             self.done.same += 1;
             return Ok(());
         }
-        self.clear(target, there)?;
+        clear(target, there)?;
         fs::hard_link(first, target)?;
         self.done.copied += 1;
         Ok(())
@@ -128,13 +180,13 @@ impl Copy<'_> {
         there: Option<&Metadata>,
     ) -> anyhow::Result<()> {
         if there.is_some_and(Metadata::is_dir) {
-            self.clear(target, there)?;
+            clear(target, there)?;
         }
         let new = target.with_file_name(UNFINISHED);
-        self.clear(&new, present(&new)?.as_ref())?;
+        clear(&new, present(&new)?.as_ref())?;
         let kind = meta.file_type();
         if kind.is_file() {
-            self.done.bytes += contents(source, &new)?;
+            self.done.bytes += contents(source, meta, &new)?;
         } else if kind.is_symlink() {
             std::os::unix::fs::symlink(fs::read_link(source)?, &new)?;
         } else {
@@ -154,64 +206,95 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Removes the entry at a path.
-    fn clear(&mut self, path: &Path, there: Option<&Metadata>) -> anyhow::Result<()> {
-        match there {
-            None => {}
-            Some(there) if there.is_dir() => fs::remove_dir_all(path)?,
-            Some(_) => fs::remove_file(path)?,
-        }
-        Ok(())
-    }
-
     /// Removes entries that only the target has.
     fn remove_others(&mut self) -> anyhow::Result<()> {
-        for entry in WalkDir::new(self.to).min_depth(1).contents_first(true) {
-            let entry = entry.with_context(|| format!("reading {}", self.to.display()))?;
-            let inside = entry.path().strip_prefix(self.to).context("a walk stays below its root")?;
-            if present(&self.from.join(inside))?.is_some() {
+        for inside in self.to.walk(true) {
+            let inside = inside?;
+            if inside.as_os_str().is_empty() || self.has_source(&inside)? {
                 continue;
             }
-            let removed = if entry.file_type().is_dir() {
-                fs::remove_dir(entry.path())
-            } else {
-                fs::remove_file(entry.path())
+            let remove = || {
+                let place = self.to.place(&inside)?;
+                if fs::symlink_metadata(&place.path)?.is_dir() {
+                    fs::remove_dir(&place.path)
+                } else {
+                    fs::remove_file(&place.path)
+                }
             };
-            removed.with_context(|| format!("removing {}", entry.path().display()))?;
+            remove().with_context(|| format!("removing {}", shown_path(&self.to.name().join(&inside))))?;
             self.done.removed += 1;
         }
         Ok(())
     }
 
-    /// Copies owner, mode, extended attributes and times that differ.
-    fn attributes(&self, inside: &Path, meta: &Metadata) -> anyhow::Result<()> {
-        let (source, target) = (self.from.join(inside), self.to.join(inside));
-        let there = fs::symlink_metadata(&target)?;
-        if (there.uid(), there.gid()) != (meta.uid(), meta.gid()) {
-            std::os::unix::fs::lchown(&target, Some(meta.uid()), Some(meta.gid()))?;
+    fn has_source(&self, inside: &Path) -> anyhow::Result<bool> {
+        match self.from.place(inside) {
+            Ok(place) => Ok(present(&place.path)?.is_some()),
+            Err(e) if is_missing(&e) => Ok(false),
+            Err(e) => Err(e).with_context(|| shown_path(&self.from.name().join(inside)).to_string()),
         }
-        extended(&source, &target)?;
+    }
+
+    /// Copies the attributes of a directory.
+    fn folder(&self, inside: &Path, meta: &Metadata) -> anyhow::Result<()> {
+        self.attributes(&self.from.place(inside)?.path, &self.to.place(inside)?.path, meta)
+    }
+
+    /// Copies owner, mode, extended attributes and times that differ.
+    fn attributes(&self, source: &Path, target: &Path, meta: &Metadata) -> anyhow::Result<()> {
+        let there = fs::symlink_metadata(target)?;
+        if (there.uid(), there.gid()) != (meta.uid(), meta.gid()) {
+            std::os::unix::fs::lchown(target, Some(meta.uid()), Some(meta.gid()))?;
+        }
+        extended(source, target, self.rights)?;
         // After the owner, whose change clears set-id bits, and the ACL, which is a part of the mode.
-        let mode = fs::symlink_metadata(&target)?.mode() & 0o7777;
-        if !meta.is_symlink() && mode != meta.mode() & 0o7777 {
-            fs::set_permissions(&target, fs::Permissions::from_mode(meta.mode() & 0o7777))?;
+        let (mode, wanted) = (fs::symlink_metadata(target)?.mode() & 0o7777, self.rights.mode(meta));
+        if !meta.is_symlink() && mode != wanted {
+            set_mode(target, wanted)?;
         }
         if (there.mtime(), there.mtime_nsec()) != (meta.mtime(), meta.mtime_nsec()) {
             let times = Timestamps {
                 last_access: Timespec { tv_sec: meta.atime(), tv_nsec: meta.atime_nsec() },
                 last_modification: Timespec { tv_sec: meta.mtime(), tv_nsec: meta.mtime_nsec() },
             };
-            rustix::fs::utimensat(CWD, &target, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+            rustix::fs::utimensat(CWD, target, &times, AtFlags::SYMLINK_NOFOLLOW)?;
         }
         Ok(())
     }
 }
 
+fn is_device(meta: &Metadata) -> bool {
+    meta.file_type().is_block_device() || meta.file_type().is_char_device()
+}
+
+/// Removes the entry at a path, a directory with all that is in it.
+fn clear(path: &Path, there: Option<&Metadata>) -> io::Result<()> {
+    match there {
+        None => Ok(()),
+        Some(there) if there.is_dir() => fs::remove_dir_all(path),
+        Some(_) => fs::remove_file(path),
+    }
+}
+
+/// Sets the mode of what is at a path, which is changed through no link.
+fn set_mode(path: &Path, mode: u32) -> anyhow::Result<()> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let entry = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
+    if FileType::from_raw_mode(rustix::fs::fstat(&entry)?.st_mode) == FileType::Symlink {
+        bail!("it became a link while it was copied");
+    }
+    Ok(fs::set_permissions(tree::through(&entry), fs::Permissions::from_mode(mode))?)
+}
+
+fn is_missing(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
 fn present(path: &Path) -> anyhow::Result<Option<Metadata>> {
     match fs::symlink_metadata(path) {
         Ok(meta) => Ok(Some(meta)),
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
-        Err(e) => Err(e).with_context(|| path.display().to_string()),
+        Err(e) if is_missing(&e) => Ok(None),
+        Err(e) => Err(e.into()),
     }
 }
 
@@ -231,10 +314,16 @@ fn is_same(meta: &Metadata, there: &Metadata, source: &Path, target: &Path) -> b
 }
 
 /// Copies a file's data; holes stay holes. Returns the bytes written.
-fn contents(source: &Path, new: &Path) -> anyhow::Result<u64> {
-    let from = File::open(source).with_context(|| source.display().to_string())?;
+fn contents(source: &Path, meta: &Metadata, new: &Path) -> anyhow::Result<u64> {
+    // A pipe in its place would not be waited for.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let from = File::options().read(true).custom_flags(flags.bits().try_into()?).open(source)?;
+    let opened = from.metadata()?;
+    if (opened.dev(), opened.ino(), opened.is_file()) != (meta.dev(), meta.ino(), true) {
+        bail!("another file came in its place while it was copied");
+    }
     let to = File::options().write(true).create_new(true).open(new)?;
-    let size = from.metadata()?.len();
+    let size = opened.len();
     to.set_len(size)?;
     let mut buffer = vec![0; PIECE];
     let (mut at, mut written) = (0, 0);
@@ -278,7 +367,7 @@ fn attributes_of(path: &Path) -> anyhow::Result<BTreeMap<CString, Vec<u8>>> {
     let len = match rustix::fs::llistxattr(path, &mut names) {
         Ok(len) => len,
         Err(Errno::OPNOTSUPP) => return Ok(BTreeMap::new()),
-        Err(e) => return Err(e).with_context(|| format!("attributes of {}", path.display())),
+        Err(e) => return Err(e).context("its attributes"),
     };
     let mut all = BTreeMap::new();
     for name in names[..len].split_inclusive(|&b| b == 0) {
@@ -289,15 +378,18 @@ fn attributes_of(path: &Path) -> anyhow::Result<BTreeMap<CString, Vec<u8>>> {
         }
         let mut value = vec![0; 64 << 10];
         let len = rustix::fs::lgetxattr(path, name, &mut value)
-            .with_context(|| format!("attribute {} of {}", name.to_string_lossy(), path.display()))?;
+            .with_context(|| format!("attribute {}", name.to_string_lossy()))?;
         value.truncate(len);
         all.insert(name.to_owned(), value);
     }
     Ok(all)
 }
 
-fn extended(source: &Path, target: &Path) -> anyhow::Result<()> {
-    let (wanted, there) = (attributes_of(source)?, attributes_of(target)?);
+fn extended(source: &Path, target: &Path, rights: Rights) -> anyhow::Result<()> {
+    let (mut wanted, there) = (attributes_of(source)?, attributes_of(target)?);
+    if !rights.suid {
+        wanted.retain(|name, _| !name.to_bytes().starts_with(b"security."));
+    }
     for (name, value) in wanted.iter().filter(|(name, value)| there.get(*name) != Some(value)) {
         rustix::fs::lsetxattr(target, name.as_c_str(), value, XattrFlags::empty())
             .with_context(|| format!("attribute {}", name.to_string_lossy()))?;
@@ -312,6 +404,7 @@ fn extended(source: &Path, target: &Path) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use walkdir::WalkDir;
 
     /// Describes all that a copy must keep, as text, without the times of directories that the copy itself changes.
     fn picture(root: &Path) -> Vec<String> {
@@ -357,8 +450,18 @@ mod tests {
         dir
     }
 
+    fn try_run(
+        from: &Path,
+        to: &Path,
+        rights: Rights,
+        progress: &mut dyn FnMut(&Done),
+    ) -> anyhow::Result<Done> {
+        mirror(&Tree::open(from)?, &Tree::open(to)?, rights, false, progress)
+    }
+
     fn run(from: &Path, to: &Path, delete: bool) -> Done {
-        mirror(from, to, delete, &mut |_| {}).unwrap()
+        let (from, to) = (Tree::open(from).unwrap(), Tree::open(to).unwrap());
+        mirror(&from, &to, Rights::ALL, delete, &mut |_| {}).unwrap()
     }
 
     #[test]
@@ -406,7 +509,66 @@ mod tests {
     #[test]
     fn what_can_not_be_written_is_named() {
         let from = tree();
-        let said = mirror(from.path(), Path::new("/proc/nowhere"), false, &mut |_| {}).unwrap_err();
+        let said = try_run(from.path(), Path::new("/proc/nowhere"), Rights::ALL, &mut |_| {}).unwrap_err();
         assert!(said.to_string().contains("/proc/nowhere"), "{said:#}");
+        let said = try_run(from.path(), Path::new("/proc/self"), Rights::ALL, &mut |_| {}).unwrap_err();
+        assert!(said.to_string().starts_with("/proc/self/"), "{said:#}");
+    }
+
+    #[test]
+    fn a_source_that_is_a_link_to_a_directory_is_that_directory() {
+        let (from, to) = (tree(), tempfile::tempdir().unwrap());
+        let beside = tempfile::tempdir().unwrap();
+        let link = beside.path().join("link");
+        std::os::unix::fs::symlink(from.path(), &link).unwrap();
+        fs::write(to.path().join("kept"), "").unwrap();
+        run(&link, to.path(), false);
+        assert!(to.path().join("kept").exists() && to.path().join("folder/file").exists());
+    }
+
+    /// Copies a tree, and puts a link to a directory in the place of `folder` of one side once it was handled. Returns the directory, the other
+    /// side, and the error.
+    fn exchanged(side: usize) -> (tempfile::TempDir, tempfile::TempDir, String) {
+        let (from, to, victim) = (tree(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        fs::write(victim.path().join("secret"), "of the host").unwrap();
+        let folder = [from.path(), to.path()][side].join("folder");
+        let mut moved = false;
+        let said = try_run(from.path(), to.path(), Rights::ALL, &mut |_| {
+            if !moved && folder.is_dir() {
+                moved = true;
+                fs::rename(&folder, folder.with_file_name("away")).unwrap();
+                std::os::unix::fs::symlink(victim.path(), &folder).unwrap();
+            }
+        });
+        let other = [to, from].into_iter().nth(side).unwrap();
+        (victim, other, format!("{:#}", said.unwrap_err()))
+    }
+
+    #[test]
+    fn a_link_that_comes_in_the_place_of_a_directory_of_the_target_is_not_followed() {
+        let (victim, _, said) = exchanged(1);
+        let left: Vec<_> = fs::read_dir(victim.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, ["secret"], "{said}");
+        assert!(said.contains("folder"), "{said}");
+    }
+
+    #[test]
+    fn a_link_that_comes_in_the_place_of_a_directory_of_the_source_is_not_followed() {
+        let (_, copy, said) = exchanged(0);
+        assert!(!copy.path().join("folder/secret").exists(), "{said}");
+    }
+
+    #[test]
+    fn rights_that_lie_in_files_are_copied_only_if_they_are_asked_for() {
+        let (from, to) = (tree(), tempfile::tempdir().unwrap());
+        let mode = || fs::metadata(to.path().join("folder/file")).unwrap().mode() & 0o7777;
+        let none = Rights { suid: false, devices: false };
+        try_run(from.path(), to.path(), none, &mut |_| {}).unwrap();
+        assert_eq!(mode(), 0o711);
+        run(from.path(), to.path(), false);
+        assert_eq!(mode(), 0o4711);
+        // A later copy without them takes them back.
+        try_run(from.path(), to.path(), none, &mut |_| {}).unwrap();
+        assert_eq!(mode(), 0o711);
     }
 }

@@ -1,26 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `cpu_limit`, `memory_limit` and `isolate` on a kernel with cgroups of version 2: this program runs in a guest, with a stand-in for QEMU.
+//! `cpu_limit`, `memory_limit` and `isolate` on a kernel with cgroups of version 2, and the commands of docs/vms.md about limits: this program runs in a guest, with a stand-in for QEMU.
 
 use std::path::Path;
 use std::process::Command;
 
-use common::Lab;
+use common::{Lab, page};
 
 mod common;
 
-/// Runs `up` in the cgroup `unit`, as in a unit with Delegate=yes, and then below a cgroup that the environment names, in which a supervisor that was
-/// killed has left one.
-const IN_GUEST: &str = r#"set -e
+/// The begin of every script: mounts the image of [`tools`] and the cgroups, and makes /tmp/p the folder of the project.
+const PREPARE: &str = "set -e
 modprobe ext4
 mkdir -p /mnt /tmp/p
 mount -o ro /dev/vda /mnt
 mount -t cgroup2 none /sys/fs/cgroup
-cd /sys/fs/cgroup
-echo '+cpu +memory' >cgroup.subtree_control
-mkdir unit named
 cd /tmp/p
 cp /mnt/tombolo.toml /mnt/qemu /mnt/kernel .
 export LD_LIBRARY_PATH=/mnt/lib TOMBOLO_HYPERVISOR=tcg XDG_RUNTIME_DIR=/tmp/p XDG_STATE_HOME=/tmp/p
+";
+
+/// Runs `up` in the cgroup `unit`, as in a unit with Delegate=yes, and then below a cgroup that the environment names, in which a supervisor that was
+/// killed has left one.
+const IN_GUEST: &str = r#"
+echo '+cpu +memory' >/sys/fs/cgroup/cgroup.subtree_control
+mkdir /sys/fs/cgroup/unit /sys/fs/cgroup/named
 sh -c 'echo $$ >/sys/fs/cgroup/unit/cgroup.procs; /mnt/tombolo up; /mnt/tombolo up' 2>&1 || echo "first $?"
 TOMBOLO_CGROUP=/sys/fs/cgroup/named /mnt/tombolo up 2>&1 || echo "second $?"
 mkdir /sys/fs/cgroup/named/tombolo-killed-0123abcd-a
@@ -71,7 +74,7 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
     );
     tools(&lab, "[vm.a]\ncpu_limit = 1.5\nmemory_limit = \"256M\"\n", QEMU);
     lab.good(&["up"]);
-    let said = lab.good(&["exec", "a", "--", "sh", "-c", IN_GUEST]);
+    let said = lab.good(&["exec", "a", "--", "sh", "-c", &[PREPARE, IN_GUEST].concat()]);
     let places: Vec<&str> =
         said.lines().filter_map(|line| line.trim().strip_prefix("| in /sys/fs/cgroup/")).collect();
     // Each is said once, by the QEMU that did not start.
@@ -89,18 +92,33 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
     lab.good(&["down"]);
 }
 
+#[test]
+fn limits_are_set_and_go_by_the_commands_of_the_guide() {
+    let commands = page::commands("vms.md", "sh guest", |_| true);
+    assert!(commands.len() > 4, "{commands:?}");
+    let lab = Lab::new(
+        "[vm.a]\nkernel = \"6.1\"\nmemory = \"512M\"\ndisks = [{ path = \"tools.img\", readonly = true }]\n",
+    );
+    tools(&lab, &(page::file("vms.md", "limited.toml") + "ready = \"running\"\n"), ONE_VCPU);
+    lab.good(&["up"]);
+    // As systemd sets it up.
+    let mut script = format!("{PREPARE}echo '+cpu +memory' >/sys/fs/cgroup/cgroup.subtree_control\n");
+    script.push_str("mv tombolo.toml limited.toml\nexport PATH=$PATH:/mnt\n");
+    let mut expected = String::new();
+    for (n, (command, output)) in commands.iter().enumerate() {
+        script.push_str(&format!("echo '-- {n}'\n{command}\n"));
+        expected.push_str(&format!("-- {n}\n{output}"));
+    }
+    assert_eq!(lab.good(&["exec", "a", "--", "sh", "-c", &script]), expected);
+    lab.good(&["down"]);
+}
+
 /// Isolates a CPU, gives it back by `down`, by `clean` after a crash, and by the next `up` after another one; then what is refused.
-const ISOLATION: &str = r#"set -e
-modprobe ext4
-mkdir -p /mnt /tmp/p
-mount -o ro /dev/vda /mnt
-mount -t cgroup2 none /sys/fs/cgroup
+const ISOLATION: &str = r#"
 cd /sys/fs/cgroup
 echo '+cpu +memory +cpuset' >cgroup.subtree_control
 mkdir -p unit plain/inner
-cd /tmp/p
-cp /mnt/tombolo.toml /mnt/qemu /mnt/kernel .
-export LD_LIBRARY_PATH=/mnt/lib TOMBOLO_HYPERVISOR=tcg XDG_RUNTIME_DIR=/tmp/p XDG_STATE_HOME=/tmp/p TOMBOLO_CGROUP=/sys/fs/cgroup/unit
+export TOMBOLO_CGROUP=/sys/fs/cgroup/unit
 cpus() { sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' "/proc/$1/status"; }
 state() {
 	echo "$1: isolated $(cat /sys/fs/cgroup/cpuset.cpus.isolated), ours $(cpus $$), handed down $(cat unit/cpuset.cpus.exclusive), groups $(find unit -mindepth 1 -type d | wc -l), records $(find /tmp/p/tombolo/partitions -type f | wc -l)"
@@ -167,7 +185,7 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         "reserve = 1\n[vm.a]\ntopology = \"close\"\ncpus = 1\nisolate = true\nready = \"running\"\n";
     tools(&lab, compose, ONE_VCPU);
     lab.good(&["up"]);
-    let said = lab.good(&["exec", "a", "--", "sh", "-c", ISOLATION]);
+    let said = lab.good(&["exec", "a", "--", "sh", "-c", &[PREPARE, ISOLATION].concat()]);
     let free = "isolated , ours 0-1, handed down , groups 0, records 0";
     let taken = "isolated 1, ours 0, handed down 1, groups 2, records 1";
     let states = [
