@@ -74,6 +74,20 @@ class Host:
             self.native_output[command] = done.stdout.strip()
         return self.native_output[command]
 
+    def hello(self):
+        """What a client of this build sends first, as busybox's printf takes it."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            environment = dict(self.environment, OCL_ICD_VENDORS=self.work + "/libtombolo_opencl.so",
+                               TOMBOLO_ACCEL="tcp:127.0.0.1:%d" % server.getsockname()[1])
+            client = subprocess.Popen(["clinfo"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            server.settimeout(30)
+            connection, _ = server.accept()
+            with connection:
+                said = connection.recv(4096)
+            server.close()
+            client.wait(30)
+        return "".join("\\%03o" % byte for byte in said)
+
     def workers(self):
         out = subprocess.run(["pgrep", "-P", str(self.server.pid)], capture_output=True, text=True).stdout
         return [int(p) for p in out.split()]
@@ -230,12 +244,17 @@ SERVE = "tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16
 CGROUP = "mkdir -p /cg; test -e /cg/cgroup.procs || mount -t cgroup2 none /cg; echo +memory +pids +cpu > /cg/cgroup.subtree_control; ifconfig lo up; "
 
 
-def serve_in(vm, options="", prepare="", folder="/cg/*"):
-    """Starts a server in the VM, with a client that says nothing: its worker waits for that for ten seconds. The worker's group, below a folder."""
+def connect_in(host, vm):
+    """Connects a client to the server in the VM that says who it is and asks for nothing."""
+    vm.ok("rm -f /tmp/says; mkfifo /tmp/says; (exec 3<>/tmp/says; printf '%s' >&3; exec nc 127.0.0.1 7790 <&3 >/dev/null) & echo $! > /tmp/silent" % host.hello())
+
+
+def serve_in(host, vm, options="", prepare="", folder="/cg/*"):
+    """Starts a server in the VM, with a client that asks for nothing. The group of the client's worker, below a folder."""
     vm.ok(CGROUP + "(%s exec %s %s >/tmp/served 2>&1) & echo $! > /tmp/server; "
           "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1" % (prepare, SERVE, options))
-    return vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent; "
-                 "for i in $(seq 100); do ls -d %s/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder).strip()
+    connect_in(host, vm)
+    return vm.ok("for i in $(seq 100); do ls -d %s/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder).strip()
 
 
 def end_in(vm, signal="TERM"):
@@ -250,26 +269,26 @@ def expect(what, found, wanted):
 @claim
 def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, vm, zone):
     vm.ok(CGROUP + "mkdir /cg/accel")
-    group = serve_in(vm, "--cgroup /cg/accel", folder="/cg/accel")
+    group = serve_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel")
     said = vm.ok("cd %s; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs" % group).split()
     expect("the worker's group", said, [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"])
     vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do test -d %s || exit 0; sleep 0.1; done; ls /cg/accel; exit 1" % group)
-    vm.ok("nc 127.0.0.1 7790 >/dev/null </dev/ttyS0 & echo $! > /tmp/silent")
+    connect_in(host, vm)
     end_in(vm)
     expect("groups of a server that has ended", vm.ok("ls -d /cg/accel/*/ 2>/dev/null || true"), "")
 
 
 @claim
 def a_server_of_root_finds_a_cgroup_by_itself_and_none_stays_behind(host, vm, zone):
-    group = serve_in(vm)
+    group = serve_in(host, vm)
     pid = vm.ok("cat /tmp/server").strip()
     expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + pid)
     end_in(vm)
     expect("groups of a server that was told to end", vm.ok("ls -d /cg/tombolo-* 2>/dev/null || true"), "")
-    left = os.path.dirname(serve_in(vm))
+    left = os.path.dirname(serve_in(host, vm))
     end_in(vm, "KILL")
     vm.ok("test -d " + left)
-    group = serve_in(vm)
+    group = serve_in(host, vm)
     expect("groups after one that was killed", vm.ok("ls -d /cg/tombolo-*").split(), [os.path.dirname(group)])
     end_in(vm)
 
@@ -278,20 +297,20 @@ def a_server_of_root_finds_a_cgroup_by_itself_and_none_stays_behind(host, vm, zo
 def a_server_divides_the_cgroup_that_systemd_delegates(host, vm, zone):
     vm.ok(CGROUP + "mkdir -p /cg/unit && setfattr -n user.delegate -v 1 /cg/unit")
     # Delegate=yes
-    group = serve_in(vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
+    group = serve_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
     expect("the worker's group", os.path.dirname(group), "/cg/unit")
     expect("the server's", vm.ok("cat /cg/unit/server/cgroup.procs"), vm.ok("cat /tmp/server"))
     end_in(vm)
     # DelegateSubgroup=main
     vm.ok("mkdir -p /cg/unit/main")
-    group = serve_in(vm, prepare="sh -c 'echo $PPID > /cg/unit/main/cgroup.procs';")
+    group = serve_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/main/cgroup.procs';")
     expect("the worker's group", os.path.dirname(group), "/cg/unit")
     expect("the server's", vm.ok("cat /cg/unit/main/cgroup.procs"), vm.ok("cat /tmp/server"))
     end_in(vm)
     # Another process in it: it can't be divided, and the server stays where it was.
     vm.ok("rmdir /cg/unit/main /cg/unit/server; echo > /cg/unit/cgroup.subtree_control -cpu; echo > /cg/unit/cgroup.subtree_control '-memory -pids'; "
           "sleep 1000 & echo $! > /tmp/other; echo $! > /cg/unit/cgroup.procs")
-    group = serve_in(vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
+    group = serve_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
     expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + vm.ok("cat /tmp/server").strip())
     expect("who is in the unit's group", sorted(vm.ok("cat /cg/unit/cgroup.procs").split()), sorted(vm.ok("cat /tmp/server /tmp/other").split()))
     end_in(vm)
@@ -301,7 +320,7 @@ def a_server_divides_the_cgroup_that_systemd_delegates(host, vm, zone):
 @claim
 def the_workers_of_a_vm_have_a_cgroup_together(host, vm, zone):
     vm.ok("mkdir -p /tmp/vms; mount -t tmpfs none /tmp/vms")
-    group = serve_in(vm, "--vm /tmp/vms/guest --vm-channels 8 --vm-window 4")
+    group = serve_in(host, vm, "--vm /tmp/vms/guest --vm-channels 8 --vm-window 4")
     folder = vm.ok("ls -d %s/vm-*-guest" % os.path.dirname(group)).strip()
     said = vm.ok("cd %s; cat memory.max pids.max cpu.weight cgroup.subtree_control" % folder).split()
     expect("the VM's group", said, [str((64 + 8 * 4 + 2 * (2048 + 512)) << 20), "2048", "30", "cpu", "memory", "pids"])
