@@ -103,11 +103,13 @@ impl Server {
     pub fn run(mut command: Command, name: &str, options: &[&str]) -> Server {
         let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
         let control = socket.with_extension("control");
+        if command.get_envs().all(|(name, _)| name != "POCL_CACHE_DIR") {
+            command.env("POCL_CACHE_DIR", folder().join("cache"));
+        }
         let child = command
             .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
             .arg(&control)
             .args(options)
-            .env("POCL_CACHE_DIR", folder().join("cache"))
             .env("POCL_MEMORY_LIMIT", MEMORY)
             .stderr(Stdio::piped())
             .spawn()
