@@ -280,7 +280,8 @@ impl Vm {
     ) -> anyhow::Result<Vm> {
         let geometry = Geometry { ring: RING, window: limits.window };
         Vm::with(name, limits, channels, confinement, |look| {
-            let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
+            let (id, liveness) = zone.claim(MEMBER, Role::Host, Rights::READ_WRITE)?;
+            let own = zone.join_claimed(id, liveness)?;
             let bell = Bell::enter_and_watch(&zone, own.id(), look)?
                 .context("no process serves its zone's doorbells")?;
             let place = zone.area(AreaType::Calls, None)?;

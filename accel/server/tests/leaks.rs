@@ -17,7 +17,7 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::send;
 
 /// Longer than anything here takes.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(300);
 /// Bytes that a server may have more for as many clients as came before: its allocator's fragments. A page for each client would be more.
 const FRAGMENTS: u64 = 256 << 10;
 
