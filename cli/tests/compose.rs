@@ -159,7 +159,7 @@ fn own_passt(lab: &Lab) -> std::ffi::OsString {
     let folder = lab.dir.path().display();
     let text = format!(
         "#!/bin/sh\n[ ! -e '{folder}/broken' ] || exit 1\necho $$ >'{folder}/pid'\nPATH='{}' exec passt \"$@\"\n",
-        path.display()
+        path.to_str().unwrap()
     );
     std::fs::write(&script, text).unwrap();
     std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
