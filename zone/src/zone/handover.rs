@@ -10,7 +10,7 @@ use super::ledger::{Entry, Ledger};
 use super::{Owner, Zone};
 use crate::header::Header;
 use crate::keep::{Keep, Kept};
-use crate::liveness::{OWNER_BYTE, Own};
+use crate::liveness::Own;
 use crate::mem::SharedMem;
 use crate::{Error, Result};
 
@@ -47,8 +47,7 @@ impl ZoneState {
         let file = File::from(self.memory.take().map_err(failed)?);
         let owner = self.owner.map(Kept::take).transpose().map_err(failed)?;
         let mem = SharedMem::map(file.as_fd(), 0, self.header.size, true)?;
-        let owner =
-            owner.map(|fd| Owner { lock: Own::resume(fd, OWNER_BYTE), ledger: Ledger::resume(self.ledger) });
+        let owner = owner.map(|fd| Owner::of(Own::resume(fd), Ledger::resume(self.ledger))).transpose()?;
         Ok(Zone { file, mem, header: self.header, label: self.label, owner })
     }
 }
@@ -56,6 +55,7 @@ impl ZoneState {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::liveness::OWNER_BYTE;
     use crate::{Rights, Role, ZoneConfig};
 
     #[test]
