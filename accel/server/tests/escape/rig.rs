@@ -54,7 +54,7 @@ pub fn folder() -> &'static Path {
         }
         let beside = server.parent().expect("a program lies in a folder");
         let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
+        build.args(["build", "-q", "--locked", "--workspace", "--target-dir"]);
         build.arg(beside.parent().expect("target"));
         if beside.ends_with("release") {
             build.arg("--release");

@@ -36,7 +36,7 @@ pub fn library() -> &'static Path {
         let bin = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
         let beside = bin.parent().expect("a program lies in a folder");
         let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
+        build.args(["build", "-q", "--locked", "--workspace", "--target-dir"]);
         build.arg(beside.parent().expect("target"));
         if beside.ends_with("release") {
             build.arg("--release");
