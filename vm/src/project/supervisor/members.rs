@@ -91,6 +91,7 @@ impl Supervisor {
 
     pub(super) fn zone(&self, name: &str) -> anyhow::Result<Arc<HostZone>> {
         let inner = self.lock();
+        inner.check_not_lost(&format!("zone.{name}"))?;
         let Some(zone) = inner.zones.get(name) else {
             let hint = crate::compose::nearest(name, inner.zones.keys().map(String::as_str));
             let hint = hint.map_or("declare it in the compose file and run 'tombolo up'".into(), |n| {

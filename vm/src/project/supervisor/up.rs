@@ -96,8 +96,13 @@ impl Supervisor {
         anyhow::bail!("{}", errors.join("\n"))
     }
 
+    /// Returns whether everything is being stopped.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+
     pub(super) fn check_not_ending(&self) -> anyhow::Result<()> {
-        anyhow::ensure!(!self.ending.load(Ordering::Acquire), "cancelled: the project is being taken down");
+        anyhow::ensure!(!self.is_ending(), "cancelled: the project is being taken down");
         Ok(())
     }
 
@@ -111,6 +116,7 @@ impl Supervisor {
         self.dir.renew()?;
         let mut zones = BTreeMap::new();
         for (name, spec) in &project.compose.zone {
+            self.lock().check_not_lost(&format!("zone.{name}"))?;
             if !self.lock().zones.contains_key(name) {
                 let zone = HostZone::open(name, spec, self.zone_nodes(&project, name, spec, placements))?;
                 if let Err(e) = self.dir.link_zone(name, &zone.path()) {
@@ -347,9 +353,11 @@ impl<'a> Starts<'a> {
         let Ok(machine) = self.supervisor.machine(name) else { return Ok(()) };
         let report = |stage: Stage, detail: &str| self.reporter.stage(name, stage, detail);
         machine.stop(&[], Instant::now() + stop::LONGEST, &report)?;
-        self.supervisor.lock().machines.remove(name);
-        disks::discard(&self.supervisor.dir, Some(name));
-        self.supervisor.leave_zones(name, machine.zones().keys());
+        let is_removed = self.supervisor.lock().remove(&machine);
+        if is_removed {
+            disks::discard(&self.supervisor.dir, Some(name));
+            self.supervisor.leave_zones(name, machine.zones().keys());
+        }
         Ok(())
     }
 }
