@@ -168,3 +168,20 @@ fn a_reboot_beside_a_down_leads_to_no_vm_that_is_up() {
     assert_eq!(all.matches("a up").count(), 1, "{all}");
     lab.assert_nothing_left();
 }
+
+#[test]
+fn a_vm_that_ends_while_a_zone_is_attached_is_no_member_any_more_and_starts_again_with_it() {
+    let lab = lab(&format!(
+        "[zone.late]\nsize = \"8M\"\n[vm.a]\n{VM}restart = \"always\"\nhotplug_ports = 4\n\
+         qemu_args = [\"-fake\", \"leaves-at=virtio-pmem-pci\"]\n"
+    ));
+    lab.good(&["up"]);
+    assert!(!lab.run(&["zone", "attach", "late", "a"]).status.success());
+    until("it does not start again", || vm(&lab, "a")["restarts"] == 1 && vm(&lab, "a")["state"] == "up");
+    assert_eq!(
+        lab.ps()["zones"][0]["members"].to_string(),
+        vm(&lab, "a")["zones"].to_string().replace("late", "a")
+    );
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}

@@ -178,6 +178,7 @@ fn a_zone_that_is_lost_takes_no_vm_along_and_is_not_made_anew_beside_them() {
             said(&refused)
         );
     }
+    assert_eq!(vm(&lab, "a")["pid"], before["vms"][0]["pid"], "a command that is refused stops nothing");
     assert_eq!(lab.ps()["zones"][0]["members"], serde_json::json!(["b"]));
     lab.good(&["down"]);
     lab.good(&["up"]);

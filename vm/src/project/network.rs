@@ -347,7 +347,10 @@ impl Service for Switch {
 
     /// The switch is told to end when the thread that starts it ends. Its file may have vanished with the project's folder.
     fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
-        self.write_config()?;
+        // One that is there is up to date, also where there is no room for another.
+        if !self.config().exists() {
+            self.write_config()?;
+        }
         let mut command = crate::child::own_program();
         command.args(["net", "run", "--config"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);

@@ -4,8 +4,11 @@
 //! the file system can't tell folders apart for long. Versions before that kept it for the path.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
 use std::path::PathBuf;
+
+use rustix::fs::FlockOperation;
 
 use crate::compose::Project;
 use crate::compose::restart::Restart;
@@ -27,17 +30,24 @@ pub fn list(project: &Project) -> io::Result<BTreeSet<String>> {
     Ok(BTreeSet::new())
 }
 
-/// Adds VMs to the list, those whose policy asks for it.
+/// Adds VMs to the list, those whose policy asks for it. Returns those that were not on it.
 ///
 /// # Errors
 /// Those of the file system.
-pub fn add(project: &Project, vms: &[String]) -> io::Result<()> {
+pub fn add(project: &Project, vms: &[String]) -> io::Result<Vec<String>> {
     let asks =
         |vm: &&String| project.compose.vm.get(*vm).is_some_and(|spec| spec.restart == Restart::UnlessStopped);
+    if !vms.iter().any(|vm| asks(&vm)) {
+        return Ok(Vec::new());
+    }
+    let _lock = lock()?;
     let mut stopped = list(project)?;
-    let before = stopped.len();
-    stopped.extend(vms.iter().filter(asks).cloned());
-    if stopped.len() > before { write(project, &stopped) } else { Ok(()) }
+    let new: Vec<String> = vms.iter().filter(asks).filter(|vm| !stopped.contains(*vm)).cloned().collect();
+    stopped.extend(new.iter().cloned());
+    if !new.is_empty() {
+        write(project, &stopped)?;
+    }
+    Ok(new)
 }
 
 /// Takes VMs off the list, all where `vms` is empty.
@@ -45,6 +55,11 @@ pub fn add(project: &Project, vms: &[String]) -> io::Result<()> {
 /// # Errors
 /// Those of the file system.
 pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
+    // Most users have no list, and nothing is made for them.
+    if list(project)?.is_empty() {
+        return Ok(());
+    }
+    let _lock = lock()?;
     let mut stopped = list(project)?;
     let before = stopped.len();
     stopped.retain(|vm| !vms.is_empty() && !vms.contains(vm));
@@ -53,9 +68,6 @@ pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
 
 fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
     let path = of_folder(project).unwrap_or_else(|| of_path(project));
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(|e| state::at(dir, &e))?;
-    }
     let lines: String = stopped.iter().map(|vm| format!("{vm}\n")).collect();
     state::write_atomically(&path, lines.as_bytes())?;
     // An earlier version's, which another folder at that path would take for its own.
@@ -63,6 +75,15 @@ fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
         std::fs::remove_file(of_path(project))?;
     }
     Ok(())
+}
+
+/// Keeps other commands from changing lists until it is dropped.
+fn lock() -> io::Result<File> {
+    let dir = dir();
+    std::fs::create_dir_all(&dir).map_err(|e| state::at(&dir, &e))?;
+    let folder = File::open(&dir).map_err(|e| state::at(&dir, &e))?;
+    rustix::fs::flock(&folder, FlockOperation::LockExclusive)?;
+    Ok(folder)
 }
 
 fn of_folder(project: &Project) -> Option<PathBuf> {

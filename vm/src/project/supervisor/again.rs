@@ -19,8 +19,13 @@ use crate::qemu::version::Qemu;
 impl Supervisor {
     /// Called once when a VM's QEMU has ended, on the thread that waits for it.
     pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit, inside: Inside) {
-        self.leave_zones(machine.name(), machine.zones().keys());
+        let left = machine.zones();
+        self.leave_zones(machine.name(), left.keys());
         let sequel = machine.set_ended(exit);
+        // A zone that was attached meanwhile; one that comes later finds that the VM has ended.
+        for name in machine.zones().keys().filter(|name| !left.contains_key(*name)) {
+            self.leave_zone(machine.name(), name);
+        }
         drop(inside);
         self.follow_up(machine, sequel);
     }

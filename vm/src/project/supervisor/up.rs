@@ -64,6 +64,9 @@ impl Supervisor {
             placement::check_isolation(&project.compose, name, plan)?;
         }
         self.check_owners(&project, &started(&actions).collect())?;
+        for name in project.compose.zone.keys() {
+            self.lock().check_not_lost(&format!("zone.{name}"))?;
+        }
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
         let client = peer.socket();
         let is_cancelled = || self.ending.load(Ordering::Acquire) || session::has_gone(&client);
@@ -116,7 +119,6 @@ impl Supervisor {
         self.dir.renew()?;
         let mut zones = BTreeMap::new();
         for (name, spec) in &project.compose.zone {
-            self.lock().check_not_lost(&format!("zone.{name}"))?;
             if !self.lock().zones.contains_key(name) {
                 let zone = HostZone::open(name, spec, self.zone_nodes(&project, name, spec, placements))?;
                 if let Err(e) = self.dir.link_zone(name, &zone.path()) {
