@@ -327,7 +327,7 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
     // Before the answer: who interrupts the wait does not interrupt the stop.
     let noted = stopped::add(project, &vms);
     let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave);
-    let noted = noted.context("the stop goes on, and is not noted for the next boot")?;
+    let noted = noted.context("the stop is not noted for the next boot")?;
     if outcome.is_err() && !noted.is_empty() {
         stopped::remove(project, &noted)?;
     }

@@ -53,6 +53,7 @@ impl Supervisor {
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
         report(Stage::Starting, growth::advice(&wanted.spec).unwrap_or_default());
+        self.check_parts(&wanted.spec)?;
         let zones = wanted.zones.clone();
         let nics = self.nics(&wanted.name, &wanted.spec);
         let machine = self.start_machine(wanted, &nics, registered)?;
@@ -97,7 +98,6 @@ impl Supervisor {
             formats,
         } = wanted;
         self.dir.renew()?;
-        self.check_parts(&spec)?;
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
         let given = spec.cloud_init.as_ref();

@@ -7,10 +7,12 @@
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
+use tombolo_zone::door::DoorState;
 use tombolo_zone::keep::Kept;
 
 use super::lasting::What;
@@ -89,27 +91,12 @@ impl Supervisor {
         // It is needed for the way back only.
         let _closed = state.head.program.take();
         let dir = StateDir::at(state.dir);
-        let folder = match state.folder {
-            Some(kept) => Folder::resume(kept).or_else(|_| Folder::of(&state.project.file)),
-            // The program before did not hold it.
-            None => Folder::of(&state.project.file),
-        };
-        let folder = folder.ok();
-        let lock = match state.lock.map(Kept::take).transpose() {
-            Ok(lock) => lock.map(Into::into),
-            // It is free, if its descriptor is gone.
-            Err(_) => dir.lock().ok().flatten(),
-        };
-        let door = state.door.resume().map_err(anyhow::Error::from).or_else(|e| {
-            let anew = folder.as_ref().and_then(|own| dir.open_door(&state.project.file, own).ok().flatten());
-            anew.with_context(|| format!("the project's door is lost: {e:#}"))
-        })?;
+        let ownership = own(&dir, &state.project.file, (state.lock, state.door, state.folder))?;
         let signals = session::signals()?;
         if let Ok(before) = state.signals.take() {
             signals.take_over(UnixStream::from(before));
         }
         upgrade::block_signals(false);
-        let ownership = Ownership { lock, door, folder };
         let mut supervisor = Supervisor::new(dir, ownership, signals, state.project);
         if let Some(origin) = state.origin {
             supervisor.origin = origin;
@@ -165,7 +152,9 @@ impl Supervisor {
             Ok(others) => {
                 for mut other in others {
                     crate::say!("process {} is no part's any more and is killed", other.pid());
-                    other.kill();
+                    // One that does not die is waited for by nobody else.
+                    let ended = move || other.kill();
+                    let _not_had = std::thread::Builder::new().name("end".into()).spawn(ended);
                 }
             }
             // Not each kernel tells of children (CONFIG_PROC_CHILDREN).
@@ -184,9 +173,9 @@ impl Supervisor {
         }
         let machines: Vec<Arc<Machine>> = self.lock().machines.values().cloned().collect();
         for machine in machines {
-            let name = machine.name().to_owned();
-            if let Err(e) = self.go_on_with(machine) {
-                losses.of_vm(&name, "what follows from its state", format!("{e:#}"));
+            match machine.has_ended() {
+                true => self.follow_up_on(machine, losses),
+                false => self.go_on_with(&machine, losses),
             }
         }
         for (vm, loss) in losses.of_vms() {
@@ -196,27 +185,29 @@ impl Supervisor {
         }
     }
 
-    /// Goes on with the sequel of a VM's end, or with its growth and its health checks.
-    ///
-    /// # Errors
-    /// When no thread can be had.
-    fn go_on_with(self: &Arc<Self>, machine: Arc<Machine>) -> anyhow::Result<()> {
-        let own = self.clone();
-        if machine.has_ended() {
-            let ended = move || own.follow_up(&machine, machine.sequel());
-            std::thread::Builder::new().name("follow-up".into()).spawn(ended)?;
-            return Ok(());
+    /// Goes on with what follows from a VM's end.
+    fn follow_up_on(self: &Arc<Self>, machine: Arc<Machine>, losses: &mut Losses) {
+        let (own, name) = (self.clone(), machine.name().to_owned());
+        let ended = move || own.follow_up(&machine, machine.sequel());
+        if let Err(e) = std::thread::Builder::new().name("follow-up".into()).spawn(ended) {
+            losses.note_for(&name, format!("does not start again by itself ({e}); to start it: tombolo up"));
         }
+    }
+
+    /// Goes on with a VM's growth and health checks.
+    fn go_on_with(self: &Arc<Self>, machine: &Arc<Machine>, losses: &mut Losses) {
         if machine.is_growing() {
+            let own = self.clone();
             // A VM that is ending has no memory any more; it must not end the others.
-            if let Err(e) = growth::begin(&machine, move |machine| own.start_slowly(machine)) {
+            if let Err(e) = growth::begin(machine, move |machine| own.start_slowly(machine)) {
                 crate::say!("the VM '{}': its memory does not grow on: {e:#}", machine.name());
             }
         }
         if let Some(check) = machine.spec().healthcheck.as_ref().filter(|_| machine.is_up()) {
-            health::go_on(&machine, check, machine.up_for().unwrap_or_default())?;
+            if let Err(e) = health::go_on(machine, check, machine.up_for().unwrap_or_default()) {
+                losses.of_vm(machine.name(), "its health checks", e);
+            }
         }
-        Ok(())
     }
 
     /// Tells who has asked for the upgrade how it went.
@@ -274,4 +265,31 @@ impl Supervisor {
         std::thread::Builder::new().name("request".into()).spawn(serve)?;
         Ok(())
     }
+}
+
+/// What makes this process the project's supervisor. A lock or a door that can't be taken over is had anew.
+///
+/// # Errors
+/// There is no door.
+fn own(
+    dir: &StateDir,
+    file: &Path,
+    (lock, door, folder): (Option<Kept>, DoorState, Option<Kept>),
+) -> anyhow::Result<Ownership> {
+    let folder = match folder {
+        Some(kept) => Folder::resume(kept).or_else(|_| Folder::of(file)),
+        // The program before did not hold it.
+        None => Folder::of(file),
+    };
+    let folder = folder.ok();
+    let lock = match lock.map(Kept::take).transpose() {
+        Ok(lock) => lock.map(Into::into),
+        // It is free, if its descriptor is gone.
+        Err(_) => dir.lock().ok().flatten(),
+    };
+    let door = door.resume().map_err(anyhow::Error::from).or_else(|e| {
+        let anew = folder.as_ref().and_then(|own| dir.open_door(file, own).ok().flatten());
+        anew.with_context(|| format!("the project's door is lost: {e:#}"))
+    })?;
+    Ok(Ownership { lock, door, folder })
 }
