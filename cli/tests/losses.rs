@@ -92,7 +92,9 @@ fn a_vm_runs_on_without_the_part_that_could_not_be_taken_over_until_it_is_starte
         }
         assert_eq!((&vm(&lab, "b")["pid"], &vm(&lab, "b")["trouble"]), (&b, &Value::Null), "{place}");
         lab.good(&["exec", "b", "--", "true"]);
-        lab.good(&["restart", "a"]);
+        let restarted = lab.run(&["restart", "a"]);
+        let words = said(&restarted);
+        assert!(restarted.status.success() && !words.contains("is killed"), "{place}: {words}");
         assert_eq!(vm(&lab, "a")["trouble"], Value::Null, "{place}");
         lab.good(&["exec", "a", "--", "true"]);
     }
