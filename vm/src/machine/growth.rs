@@ -194,6 +194,7 @@ pub fn begin(
                 }
             }
         }
+        machine.set_grown();
     })?;
     Ok(())
 }
