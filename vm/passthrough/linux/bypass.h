@@ -41,13 +41,15 @@ struct tbp_device {
 };
 TBP_ASSERT(sizeof(struct tbp_device) == 8);
 
-#define TBP_IOC_PIN _IOW('t', 0x70, struct tbp_pin)
-/* Adds a device to the session: it has vfio-pci, is alone in its IOMMU group and can be reset. Its DMA stays as it is. */
-#define TBP_IOC_ADD _IOW('t', 0x71, struct tbp_device)
-/* DMA of a device goes untranslated, once a VM has its group. */
-#define TBP_IOC_ON _IOW('t', 0x72, struct tbp_device)
-/* DMA of a device is blocked, until the next TBP_IOC_ON or until the VM has given its group back. */
-#define TBP_IOC_OFF _IOW('t', 0x73, struct tbp_device)
+enum tbp_ioctl {
+	TBP_IOC_PIN = _IOW('t', 0x70, struct tbp_pin),
+	/* Adds a device to the session: it has vfio-pci, is alone in its IOMMU group and can be reset. Its DMA stays as it is. */
+	TBP_IOC_ADD = _IOW('t', 0x71, struct tbp_device),
+	/* DMA of a device goes untranslated, once a VM has its group. */
+	TBP_IOC_ON = _IOW('t', 0x72, struct tbp_device),
+	/* DMA of a device is blocked, until the next TBP_IOC_ON or until the VM has given its group back. */
+	TBP_IOC_OFF = _IOW('t', 0x73, struct tbp_device),
+};
 
 /*
  * Guest module and supervisor. The guest fills a page with a request and writes the page's guest-physical address, as 16 hexadecimal digits

@@ -171,6 +171,7 @@ impl Machine {
             threads: left.threads.map(OnceLock::from).unwrap_or_default(),
             ports: Mutex::new(left.ports),
             held: Mutex::new(Held {
+                bypass: None,
                 devices: Taken::take_over(left.devices),
                 group,
                 partition,
