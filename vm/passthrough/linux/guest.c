@@ -135,27 +135,35 @@ static void tbp_start(struct pci_dev *pdev, u32 device)
 		return;
 	}
 	tbp_is_on[device] = true;
-	set_dma_ops(&pdev->dev, &tbp_dma_ops);
+	if (pdev->dev.dma_ops != &tbp_dma_ops) {
+		set_dma_ops(&pdev->dev, &tbp_dma_ops);
+		__module_get(THIS_MODULE);
+	}
 #ifdef CONFIG_DMA_NEED_SYNC
 	pdev->dev.dma_skip_sync = false;
 #endif
-	__module_get(THIS_MODULE);
 	pci_info(pdev, "DMA goes untranslated\n");
 }
 
-static void tbp_stop(struct pci_dev *pdev, u32 device)
+static void tbp_block(struct pci_dev *pdev, u32 device)
 {
 	int ret;
 
 	if (!tbp_is_on[device])
 		return;
-	set_dma_ops(&pdev->dev, NULL);
 	mutex_lock(&tbp_lock);
 	ret = tbp_switch(device, false, true);
 	mutex_unlock(&tbp_lock);
 	if (ret)
 		pci_warn(pdev, "the host does not answer; its DMA is still untranslated\n");
 	tbp_is_on[device] = false;
+}
+
+static void tbp_end(struct pci_dev *pdev)
+{
+	if (pdev->dev.dma_ops != &tbp_dma_ops)
+		return;
+	set_dma_ops(&pdev->dev, NULL);
 	module_put(THIS_MODULE);
 }
 
@@ -166,10 +174,19 @@ static int tbp_bound(struct notifier_block *block, unsigned long action, void *d
 
 	if (device < 0)
 		return NOTIFY_DONE;
-	if (action == BUS_NOTIFY_BIND_DRIVER)
+	switch (action) {
+	case BUS_NOTIFY_BIND_DRIVER:
 		tbp_start(pdev, device);
-	else if (action == BUS_NOTIFY_UNBOUND_DRIVER || action == BUS_NOTIFY_DRIVER_NOT_BOUND)
-		tbp_stop(pdev, device);
+		break;
+	case BUS_NOTIFY_DRIVER_NOT_BOUND:
+		/* What the driver has allocated is freed after this, by the operations that allocated it: they stay. */
+		tbp_block(pdev, device);
+		break;
+	case BUS_NOTIFY_UNBOUND_DRIVER:
+		tbp_block(pdev, device);
+		tbp_end(pdev);
+		break;
+	}
 	return NOTIFY_OK;
 }
 
@@ -240,7 +257,7 @@ fail:
 	return ret;
 }
 
-/* No device is on: each holds the module. */
+/* No device has these operations: each that has holds the module. */
 static void __exit tbp_exit(void)
 {
 	bus_unregister_notifier(&pci_bus_type, &tbp_notifier);

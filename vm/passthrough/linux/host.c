@@ -103,6 +103,8 @@ static void tbp_off(struct tbp_bypassed *one)
 /* After this the device writes to no memory. VFIO has stopped a device that it has given back. */
 static void tbp_stop(struct tbp_bypassed *one)
 {
+	int ret;
+
 	if (!tbp_is_on(one))
 		return;
 	pci_clear_master(one->pdev);
@@ -110,8 +112,11 @@ static void tbp_stop(struct tbp_bypassed *one)
 		pci_warn(one->pdev, "transactions are still pending; the IOMMU blocks them\n");
 	iommu_detach_group(&one->domain, one->group);
 	/* Who has the device's lock may wait for this process, which closes VFIO's files next; VFIO then resets it. */
-	if (pci_try_reset_function(one->pdev))
-		pci_warn(one->pdev, "not reset; the IOMMU blocks its DMA until VFIO has reset it\n");
+	ret = pci_try_reset_function(one->pdev);
+	if (ret)
+		pci_warn(one->pdev, "not reset (%d); the IOMMU blocks its DMA until VFIO has reset it\n", ret);
+	else
+		pci_info(one->pdev, "stopped: its VM died with its supervisor\n");
 }
 
 static struct tbp_bypassed *tbp_find(struct tbp_session *session, const struct tbp_device *wanted)

@@ -71,12 +71,16 @@ impl Prepared {
 
 /// A session with a QEMU. It is dropped after QEMU's end, and before its devices go back to the host: then the module has stopped them.
 #[derive(Debug)]
-pub(super) struct Bypass(Option<JoinHandle<()>>);
+pub(super) struct Bypass {
+    thread: Option<JoinHandle<()>>,
+    /// VFIO has stopped the devices when this ends, unless this process dies before QEMU.
+    _session: Arc<Session>,
+}
 
 impl Drop for Bypass {
     fn drop(&mut self) {
         // It ends with the port, which ended with QEMU.
-        if let Some(Err(_)) = self.0.take().map(JoinHandle::join) {
+        if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
             crate::say!("the thread that answers a VM's bypass panicked");
         }
     }
@@ -103,8 +107,12 @@ impl Bypass {
             .collect::<Result<_, _>>()?;
         let memory = Memory::pin(&session, machine.pid, page, &ranges)?;
         machine.mark("memory pinned for bypass");
-        let mut devices =
-            Switches { machine: Arc::downgrade(machine), session, devices: machine.spec.bypassed() };
+        let session = Arc::new(session);
+        let mut devices = Switches {
+            machine: Arc::downgrade(machine),
+            session: session.clone(),
+            devices: machine.spec.bypassed(),
+        };
         let name = machine.name.clone();
         let serve = move || {
             let refused = |e: &anyhow::Error| crate::say!("the VM '{name}': bypass is refused: {e:#}");
@@ -115,14 +123,14 @@ impl Bypass {
             }
         };
         let thread = std::thread::Builder::new().name(format!("bypass-{}", machine.name)).spawn(serve)?;
-        Ok(Bypass(Some(thread)))
+        Ok(Bypass { thread: Some(thread), _session: session })
     }
 }
 
 /// The VM's devices, by their place in the compose file.
 struct Switches {
     machine: Weak<Machine>,
-    session: Session,
+    session: Arc<Session>,
     devices: Vec<Address>,
 }
 

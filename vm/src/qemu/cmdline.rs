@@ -321,6 +321,20 @@ mod tests {
     }
 
     #[test]
+    fn only_a_vm_with_a_bypassed_device_has_the_port_and_the_word_for_its_guest() {
+        let bypassed =
+            "devices = [{ address = \"01:00.0\", bypass = true }]\nstart = \"slow\"\nmemory = \"512M\"";
+        let with = line(bypassed, Hypervisor::Kvm, vec![]);
+        assert!(
+            with.contains("-chardev socket,id=bypass,fd=10 -device isa-debugcon,iobase=0x5b0,readback=0x7b,chardev=bypass"),
+            "{with}"
+        );
+        assert!(with.contains(" tombolo.bypass"), "{with}");
+        let without = line("devices = [\"01:00.0\"]\nstart = \"slow\"", Hypervisor::Kvm, vec![]);
+        assert!(!without.contains("bypass") && !without.contains("debugcon"), "{without}");
+    }
+
+    #[test]
     fn only_under_kvm_a_vm_on_a_part_of_the_host_is_told_that_its_cpus_are_its_own() {
         let placed = |hypervisor| {
             let spec: VmSpec =
@@ -497,6 +511,7 @@ mod tests {
                 nics: &nics,
                 drives: &[],
                 placement: None,
+                bypass: None,
             };
             let args: Vec<String> =
                 arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
