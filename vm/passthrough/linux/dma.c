@@ -9,6 +9,7 @@
 #include <linux/hashtable.h>
 #include <linux/mempool.h>
 #include <linux/mm.h>
+#include <linux/module.h>
 #include <linux/scatterlist.h>
 #include <linux/slab.h>
 #include <linux/spinlock.h>
@@ -35,6 +36,9 @@ struct tbp_bounce {
 static DEFINE_HASHTABLE(tbp_bounces, 8);
 static DEFINE_SPINLOCK(tbp_bounces_lock);
 static atomic_t tbp_bounced = ATOMIC_INIT(0);
+static unsigned long tbp_bounces_so_far; /* under the lock */
+module_param_named(bounces, tbp_bounces_so_far, ulong, 0444);
+MODULE_PARM_DESC(bounces, "mappings that went through a copy so far");
 static mempool_t *tbp_reserve;
 static mempool_t *tbp_records;
 
@@ -103,6 +107,7 @@ static dma_addr_t tbp_bounce_map(void *memory, size_t size)
 	memcpy(bounce->buffer, memory, size);
 	spin_lock_irqsave(&tbp_bounces_lock, flags);
 	hash_add(tbp_bounces, &bounce->node, bounce->dma >> PAGE_SHIFT);
+	tbp_bounces_so_far++;
 	spin_unlock_irqrestore(&tbp_bounces_lock, flags);
 	atomic_inc(&tbp_bounced);
 	return bounce->dma;

@@ -23,7 +23,7 @@ pub struct Range {
     pub last: u64,
 }
 
-/// Reads the ranges of a guest's memory from the monitor's answer to `info mtree -f`.
+/// Reads the ranges of a guest's own memory from the monitor's answer to `info mtree -f`: those of the backends ram0, ram1 …; zones have others.
 #[must_use]
 pub fn ranges(mtree: &str) -> Vec<Range> {
     let views = mtree.split("FlatView #");
@@ -32,7 +32,10 @@ pub fn ranges(mtree: &str) -> Vec<Range> {
         let (addresses, rest) = line.trim().split_once(' ')?;
         let (first, last) = addresses.split_once('-')?;
         let number = |text| u64::from_str_radix(text, 16).ok();
-        rest.contains(", ram):").then_some(Range { first: number(first)?, last: number(last)? })
+        let (_, name) = rest.split_once(", ram): ")?;
+        let backend = name.split(' ').next()?.strip_prefix("ram")?;
+        let own = backend.chars().all(|c| c.is_ascii_digit());
+        own.then_some(Range { first: number(first)?, last: number(last)? })
     };
     view.lines().filter_map(range).collect()
 }
@@ -239,7 +242,8 @@ mod tests {
         \x20 0000000000100000-000000003fffffff (prio 0, ram): ram0 @0000000000100000 KVM\n\
         \x20 0000000040000000-000000007fffffff (prio 0, ram): ram1 KVM\n\
         \x20 00000000fd000000-00000000fd003fff (prio 0, i/o): nvme\n\
-        \x20 0000000100000000-000000013fffffff (prio 0, ram): ram1 @0000000040000000 KVM\n";
+        \x20 0000000100000000-000000013fffffff (prio 0, ram): ram1 @0000000040000000 KVM\n\
+        \x20 0000000140000000-0000000143ffffff (prio 0, ram): zone-shared KVM\n";
 
     #[test]
     fn the_guests_memory_is_what_its_own_view_calls_ram() {
