@@ -82,6 +82,6 @@ dkms: ## the module's source tree for DKMS, in target/dkms
 
 .PHONY: clean distclean
 clean: ## what was built
-	@rm -rf target files/linux/build
+	@rm -rf target files/linux/build vm/passthrough/linux/build
 distclean: clean ## and what was fetched
 	@rm -rf .cache

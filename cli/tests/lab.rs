@@ -1,77 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Claims that need a KVM host, checked in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
 
-use std::process::{Command, Output, Stdio};
-use std::time::Instant;
-
-use common::TIMEOUT;
-use serde_json::Value;
+use common::kvm_host::Lab;
 
 mod common;
 
-const TOMBOLO: &str = env!("CARGO_BIN_EXE_tombolo");
-
-/// A lab that is up until this is dropped, with a folder for the project in it.
-struct Lab(String);
-
-impl Lab {
-    fn start(name: &str) -> Lab {
-        let lab = Lab(format!("{name}-{}", std::process::id()));
-        let status = Command::new(TOMBOLO).args(["lab", "up", "--name", &lab.0]).status().unwrap();
-        assert!(status.success(), "the lab did not come up");
-        lab.good("mkdir -p /run/project && modprobe e1000e");
-        lab
-    }
-
-    /// Runs a line of shell in the project's folder, `tombolo` in its PATH.
-    fn run(&self, line: &str) -> Output {
-        let folder = std::path::Path::new(TOMBOLO).parent().unwrap().display();
-        let script = format!(
-            "PATH={folder}:$PATH XDG_RUNTIME_DIR=/run; export PATH XDG_RUNTIME_DIR\ncd /run/project 2>/dev/null\n{line}"
-        );
-        let mut command = Command::new(TOMBOLO);
-        command.args(["lab", "run", "--name", &self.0, "--", "bash", "-c", &script]).stdin(Stdio::null());
-        command.output().unwrap()
-    }
-
-    fn good(&self, line: &str) -> String {
-        let output = self.run(line);
-        let err = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{line}: {}\n{err}", output.status);
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    fn json(&self, line: &str) -> Value {
-        serde_json::from_str(&self.good(line)).unwrap()
-    }
-
-    fn driver(&self, device: &str) -> String {
-        self.good(&format!("basename $(readlink /sys/bus/pci/devices/{device}/driver)")).trim().to_owned()
-    }
-
-    /// Looks until `ready`.
-    fn until<T>(&self, line: &str, ready: impl Fn(&Value) -> Option<T>) -> T {
-        let begun = Instant::now();
-        loop {
-            let seen = self.json(line);
-            if let Some(found) = ready(&seen) {
-                return found;
-            }
-            assert!(begun.elapsed() < 2 * TIMEOUT, "{line} still says {seen}");
-        }
-    }
-}
-
-impl Drop for Lab {
-    fn drop(&mut self) {
-        let status = Command::new(TOMBOLO).args(["lab", "down", "--name", &self.0]).status();
-        assert!(std::thread::panicking() || status.is_ok_and(|s| s.success()));
-    }
-}
-
 #[test]
 fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on_down_and_after_a_crash() {
-    let lab = Lab::start("device");
+    let lab = Lab::start("device", &[]);
     let list = lab.json("tombolo passthrough list --json");
     let card = list.as_array().unwrap().iter().find(|d| {
         d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
@@ -139,7 +75,7 @@ fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on
 
 #[test]
 fn the_noise_of_a_vm_under_kvm_has_its_hosts_part() {
-    let lab = Lab::start("noise");
+    let lab = Lab::start("noise", &[]);
     lab.good(
         "cat >tombolo.toml <<'END'\n\
          [vm.a]\nkernel = \"6.12\"\naccel = \"kvm\"\ncpus = 1\nmemory = \"256M\"\nready_timeout = 600\nEND",

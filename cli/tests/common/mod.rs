@@ -2,6 +2,7 @@
 //! Helpers of tests with real guests.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
+pub mod kvm_host;
 pub mod page;
 pub mod plain;
 pub mod stand_in;

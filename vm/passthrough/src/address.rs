@@ -17,6 +17,14 @@ pub struct Address {
     function: u8,
 }
 
+impl Address {
+    /// The domain, the bus, and device and function in one byte.
+    #[must_use]
+    pub fn parts(self) -> (u32, u8, u8) {
+        (self.domain, self.bus, self.device << 3 | self.function)
+    }
+}
+
 /// Text that is no PCI address.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0:?} is no PCI address: write it like 0000:01:00.0 or 01:00.0, as `lspci -D` shows it")]

@@ -15,12 +15,14 @@
 //! - [`mappings`]: the pages by which a VM's memory is mapped for its devices.
 //! - [`plan`]: what binding would do, or why not.
 //! - [`bind`]: carries a plan out, keeps records, gives devices back.
+//! - [`bypass`]: DMA of a trusted VM's device past the IOMMU's translation.
 //! - [`cli`]: `tombolo passthrough …`.
 
 #![deny(missing_docs)]
 
 pub mod address;
 pub mod bind;
+pub mod bypass;
 pub mod cli;
 pub mod device;
 #[cfg(test)]

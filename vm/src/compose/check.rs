@@ -6,7 +6,7 @@ use tombolo_topology::request::Pages;
 use super::vm::{MEMORY_MIN, Share};
 use super::zone::{ZONE_ALIGN, ZONE_MIN, ZoneUse};
 use super::{Compose, Ready, Size, VmSpec, ZoneSpec};
-use super::{accelerator, depends, disks, nearest, network, ports, sanitize};
+use super::{accelerator, depends, device, disks, nearest, network, ports, sanitize};
 use crate::machine::growth::StartKind;
 
 /// A wrong setting: its table, its key and the message.
@@ -74,6 +74,7 @@ fn check_vm(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), Wrong> {
     check_name("a VM", name)?;
     check_resources(name, vm)?;
     check_placement(compose, name, vm)?;
+    device::check(name, vm)?;
     check_limits(name, vm)?;
     check_boot(name, vm)?;
     for share in &vm.share {

@@ -13,7 +13,7 @@ struct Table {
 /// A key: name, an example of its value or its default, and what it means.
 type Key = (&'static str, &'static str, &'static str);
 
-const TABLES: [Table; 12] = [
+const TABLES: [Table; 13] = [
     Table {
         header: "Top level",
         about: "Paths are relative to the file. An unknown key is an error.",
@@ -212,7 +212,12 @@ const TABLES: [Table; 12] = [
                 "\"no\"",
                 "Whether it is started again when it has ended: \"no\", \"on-failure\", \"on-failure:5\" (times in a row), \"always\" or \"unless-stopped\".",
             ),
-            ("devices", "[]", "PCI devices of the host that become the VM's, such as \"0000:01:00.0\"."),
+            (
+                "devices",
+                "[]",
+                "PCI devices of the host that become the VM's, such as \"0000:01:00.0\", or a table; see below.",
+            ),
+            ("trust", "false", "Who is root in the VM may be root on the host. Devices with bypass need it."),
             ("whole_group", "false", "Take the other devices of each IOMMU group along."),
             (
                 "start",
@@ -290,6 +295,18 @@ const TABLES: [Table; 12] = [
             ("timeout", "\"30s\"", "A check that takes longer has failed."),
             ("retries", "3", "Failures in a row that make the VM unhealthy."),
             ("start_period", "\"0s\"", "Failures so soon after the VM is up don't count."),
+        ],
+    },
+    Table {
+        header: "vm.NAME.devices",
+        about: "A list; an entry is an address, or a table.",
+        keys: &[
+            ("address", "\"0000:01:00.0\"", "The device, as 'tombolo passthrough list' shows it. Required."),
+            (
+                "bypass",
+                "false",
+                "Its DMA is not translated by the IOMMU: the guest's module tombolo_bypass does that. The device then reaches all of the host's memory. It needs trust, pages = \"2M\" or \"1G\", the module tombolo_bypass_host on the host, and a device that is alone in its IOMMU group and can be reset.",
+            ),
         ],
     },
     Table {
@@ -376,6 +393,7 @@ mod tests {
     use crate::compose::accelerator::{AccelSpec, AccelUse};
     use crate::compose::cloud_init::CloudInit;
     use crate::compose::depends::HealthCheck;
+    use crate::compose::device::DeviceTable;
     use crate::compose::disks::DiskSpec;
     use crate::compose::network::{NetSpec, NicSpec};
     use crate::compose::{Compose, Share, VmSpec, ZoneSpec, ZoneUse};
@@ -423,6 +441,7 @@ mod tests {
             known::<NicSpec>(),
             known::<AccelUse>(),
             known::<HealthCheck>(),
+            known::<DeviceTable>(),
             known::<DiskSpec>(),
             known::<CloudInit>(),
             known::<Share>(),

@@ -15,6 +15,7 @@ pub mod accelerator;
 mod check;
 pub mod cloud_init;
 pub mod depends;
+mod device;
 pub mod disks;
 mod error;
 pub mod interpolate;

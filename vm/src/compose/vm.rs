@@ -6,13 +6,13 @@ use std::path::PathBuf;
 
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
-use tombolo_passthrough::address::Address;
 use tombolo_topology::request::{Pages, Part};
 
 use super::Size;
 use super::accelerator::Uses;
 use super::cloud_init::CloudInit;
 use super::depends::{Depends, HealthCheck};
+use super::device::DeviceSpec;
 use super::disks::DiskSpec;
 use super::network::Nics;
 use super::ports::Forward;
@@ -74,7 +74,10 @@ pub struct VmSpec {
     pub hotplug_ports: u32,
     /// PCI devices of the host that become the VM's, such as "0000:01:00.0".
     #[serde(default)]
-    pub devices: Vec<Address>,
+    pub devices: Vec<DeviceSpec>,
+    /// Who is root in it may be root on the host.
+    #[serde(default)]
+    pub trust: bool,
     /// Take the other devices of each IOMMU group along.
     #[serde(default)]
     pub whole_group: bool,

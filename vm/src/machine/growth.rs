@@ -22,8 +22,8 @@ use tombolo_start::pace::Share;
 use tombolo_start::prepare::ProcessMemory;
 
 use crate::compose::VmSpec;
-use crate::machine::Machine;
 use crate::machine::orphans::GivenBack;
+use crate::machine::{Machine, bypass};
 
 /// The id of the memory that grows.
 pub const MEMORY: &str = "vmem0";
@@ -95,8 +95,9 @@ pub fn check(name: &str, spec: &VmSpec) -> anyhow::Result<()> {
         return Ok(());
     }
     let host = Host::at("/");
-    plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
+    plan(&host.devices()?, host.has_iommu(), &spec.addresses(), spec.whole_group)
         .with_context(|| format!("vm.{name}.devices"))?;
+    bypass::check(name, spec, &host)?;
     allow(name, spec, &layout)
 }
 
@@ -124,7 +125,7 @@ impl Taken {
             return Ok(Taken { devices: Vec::new() });
         }
         let host = Host::at("/");
-        let plan = plan(&host.devices()?, host.has_iommu(), &spec.devices, spec.whole_group)
+        let plan = plan(&host.devices()?, host.has_iommu(), &spec.addresses(), spec.whole_group)
             .with_context(|| format!("vm.{name}.devices"))?;
         let owner = Owner::new(name, std::process::id())?;
         bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;

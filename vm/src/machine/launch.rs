@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::bypass::{Bypass, ForQemu, Prepared};
 use super::cgroup::Group;
 use super::disks::Drive;
 use super::hotplug::Ports;
@@ -101,8 +102,19 @@ fn seed_drive(seed: OwnedFd, inherited: &mut Inherited) -> Drive {
     }
 }
 
+/// QEMU's side of a bypass: the port's number, and the session, which QEMU only holds.
+fn bypass_port(bypass: ForQemu, inherited: &mut Inherited) -> RawFd {
+    inherited.add(bypass.session);
+    inherited.add(bypass.port)
+}
+
 /// QEMU's command. It does not let the guest run yet (`-S`).
-fn command(start: &mut Start<'_>, qemus: Sockets, inherited: &mut Inherited) -> anyhow::Result<Command> {
+fn command(
+    start: &mut Start<'_>,
+    qemus: Sockets,
+    bypass: Option<ForQemu>,
+    inherited: &mut Inherited,
+) -> anyhow::Result<Command> {
     let zones = zone_devices(start, inherited);
     let mut drives = mem::take(&mut start.drives);
     drives.extend(start.seed.take().map(|seed| seed_drive(seed, inherited)));
@@ -120,6 +132,7 @@ fn command(start: &mut Start<'_>, qemus: Sockets, inherited: &mut Inherited) -> 
         zones,
         nics: &start.nics,
         placement: start.placement.as_ref(),
+        bypass: bypass.map(|bypass| bypass_port(bypass, inherited)),
     };
     let mut command = Command::new(&start.qemu.program);
     command.args(cmdline::arguments(&plan)?).arg("-S");
@@ -173,7 +186,8 @@ impl Machine {
         let formats = start.drives.iter().map(|drive| drive.image).collect();
         let (own, qemus) = Sockets::pairs()?;
         let mut inherited = Inherited::default();
-        let command = command(&mut start, qemus, &mut inherited)?;
+        let (prepared, bypass) = Prepared::of(start.spec)?.unzip();
+        let command = command(&mut start, qemus, bypass, &mut inherited)?;
         let (console, log) = consoles(&start, own.console, own.log)?;
         let qemu = Guarded::spawn(command)?;
         // While this process has QEMU's side of a socket open, it does not see the end of that socket.
@@ -209,6 +223,9 @@ impl Machine {
         machine.watch(Ok(qemu), ended)?;
         registered(&machine);
         machine.connect(own.monitor)?;
+        if let Some(prepared) = prepared {
+            machine.begin_bypass(prepared)?;
+        }
         Ok(machine)
     }
 
@@ -231,6 +248,23 @@ impl Machine {
         }
     }
 
+    /// Pins the VM's memory for its bypassed devices. Ends QEMU if that fails.
+    fn begin_bypass(self: &Arc<Self>, prepared: Prepared) -> anyhow::Result<()> {
+        let begun = Bypass::begin(self, prepared);
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        match begun {
+            Ok(bypass) if !self.has_ended() => held.bypass = Some(bypass),
+            Ok(_) => anyhow::bail!(self.failure("it ended before its memory was pinned")),
+            Err(e) => {
+                drop(held);
+                self.process.kill();
+                self.wait_end(QUIT);
+                return Err(self.failure(&format!("{e:#}")));
+            }
+        }
+        Ok(())
+    }
+
     /// Starts the thread that waits for QEMU's end and calls `ended`; also that of a QEMU that is lost, in these words.
     pub(super) fn watch(
         self: &Arc<Self>,
@@ -251,6 +285,8 @@ impl Machine {
             if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
                 exit.how.push_str(", for want of memory: raise memory_limit");
             }
+            // The module stops the devices, then gives the memory back.
+            drop(held.bypass.take());
             held.interrupts.give_back(Path::new("/"));
             if let Some(Err(e)) = held.partition.take().map(partition::give_back) {
                 crate::say!("the VM '{}': {e:#}", machine.name);

@@ -10,6 +10,7 @@
 //! - [`stop`]: the steps of a stop and their times.
 //! - [`hotplug`]: devices of zones that come to a running VM; [`port`]: virtio-serial ports.
 //! - [`growth`]: passed-through devices, and memory that grows; [`placement`]: the part of the host that a VM lies on.
+//! - [`bypass`]: devices whose DMA is not translated.
 //! - [`disks`], [`cgroup`]: overlays of disks, and limits; [`partition`]: CPUs that are the VM's own.
 //! - [`orphans`]: what dead VMs have left.
 //! - [`handover`]: a VM that goes on in the next program of this process.
@@ -38,6 +39,7 @@ use crate::qemu::Hypervisor;
 use crate::qemu::console::Console;
 use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
+use bypass::Bypass;
 use cgroup::Group;
 use disks::Drive;
 use hotplug::Ports;
@@ -46,6 +48,7 @@ use placement::Placement;
 use state::State;
 
 mod boot;
+pub mod bypass;
 pub mod cgroup;
 pub mod disks;
 pub mod growth;
@@ -136,6 +139,8 @@ pub struct Machine {
 /// Resources of the host that are given back when QEMU has ended.
 #[derive(Debug, Default)]
 struct Held {
+    /// Ends before the devices are given back.
+    bypass: Option<Bypass>,
     devices: growth::Taken,
     group: Option<Group>,
     /// Below the cgroup.

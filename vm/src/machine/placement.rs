@@ -16,7 +16,7 @@ use tombolo_topology::read;
 use tombolo_topology::request::Request;
 
 use crate::compose::{Compose, VmSpec};
-use crate::machine::{cgroup, partition};
+use crate::machine::{bypass, cgroup, partition};
 use crate::project::control::Status;
 use crate::qemu::Hypervisor;
 use crate::qemu::qmp::Qmp;
@@ -47,7 +47,7 @@ pub fn requests<'a>(vms: impl Iterator<Item = (&'a str, &'a VmSpec)>) -> Vec<Req
             cpus: spec.cpus,
             memory: spec.memory.0,
             pages: spec.pages,
-            devices: spec.devices.iter().map(ToString::to_string).collect(),
+            devices: spec.addresses().iter().map(ToString::to_string).collect(),
         })
     });
     placed.collect()
@@ -155,7 +155,9 @@ fn options(qemu: &Qemu, hypervisor: Hypervisor, shared: bool) -> Options<'static
         Hypervisor::Tcg => "max",
     };
     let spare_slot = hypervisor == Hypervisor::Tcg;
-    let device = |device: &tombolo_topology::model::Device| Some(format!("vfio-pci,host={}", device.address));
+    let device = |device: &tombolo_topology::model::Device| {
+        Some(format!("vfio-pci,id={},host={}", bypass::device_id(&device.address), device.address))
+    };
     Options { version: qemu.version, cpu, shared, bound: true, spare_slot, device }
 }
 

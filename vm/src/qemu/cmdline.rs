@@ -12,6 +12,7 @@ use crate::machine::disks::Drive;
 use crate::machine::growth::MEMORY;
 use crate::machine::placement;
 use crate::project::network::Nic;
+use tombolo_passthrough::bypass::{PORT, PORT_READS};
 use tombolo_start::layout::Layout;
 use tombolo_topology::plan::VmPlan;
 
@@ -24,6 +25,9 @@ pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 /// A guest that may get memory above 4 GiB reserves 64 MiB of bounce buffers for devices that can't reach it. Only the host's devices could be such
 /// ones; 8 MiB are left for what the user's own arguments add.
 const FEW_BOUNCE_BUFFERS: &str = " swiotlb=4096";
+
+/// A guest of the guest kit loads the module for bypassed devices.
+const BYPASS: &str = " tombolo.bypass";
 
 /// The beginning of the value of -name; the VM's name and a comma follow.
 const NAME: &str = "guest=tombolo-";
@@ -76,6 +80,8 @@ pub struct Plan<'a> {
     pub drives: &'a [Drive],
     /// The part of the host that the VM lies on.
     pub placement: Option<&'a VmPlan>,
+    /// Connected socket for the requests of a guest with bypassed devices.
+    pub bypass: Option<RawFd>,
 }
 
 /// A command line under construction.
@@ -103,10 +109,14 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
     add_machine(&mut line, plan)?;
     // Devices of a VM that lies on a part of the host are behind its root complexes, at the end.
     let devices = plan.spec.devices.iter().filter(|_| plan.placement.is_none());
-    for (n, address) in devices.enumerate() {
-        line.add("-device", format!("vfio-pci,id=device{n},host={address}"));
+    for (n, device) in devices.enumerate() {
+        line.add("-device", format!("vfio-pci,id=device{n},host={}", device.address));
     }
     add_channels(&mut line, plan);
+    if let Some(port) = plan.bypass {
+        line.add("-chardev", format!("socket,id=bypass,fd={port}"));
+        line.add("-device", format!("isa-debugcon,iobase={PORT:#x},readback={PORT_READS:#x},chardev=bypass"));
+    }
     plan.zones.iter().for_each(|zone| line.add_all(zone_arguments(zone)));
     for (n, nic) in plan.nics.iter().enumerate() {
         line.add_all(nic_arguments(n, nic, plan));
@@ -196,6 +206,9 @@ fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) {
     cmdline.push_str(plan.hypervisor.kernel_arguments());
     if plan.spec.devices.is_empty() {
         cmdline.push_str(FEW_BOUNCE_BUFFERS);
+    }
+    if plan.bypass.is_some() {
+        cmdline.push_str(BYPASS);
     }
     if let Some(more) = &plan.spec.cmdline {
         cmdline.push(' ');
@@ -292,6 +305,7 @@ mod tests {
             nics: &[],
             drives: &drives,
             placement: None,
+            bypass: spec.bypassed().first().map(|_| 10),
         };
         let args: Vec<String> =
             arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();
@@ -304,6 +318,20 @@ mod tests {
         assert!(own.contains("memory-backend-memfd,id=ram,size=1024M,share=on"), "{own}");
         let alone = line("memory = \"1G\"", Hypervisor::Tcg, vec![]);
         assert!(alone.contains("memory-backend-ram,id=ram,size=1024M "), "{alone}");
+    }
+
+    #[test]
+    fn only_a_vm_with_a_bypassed_device_has_the_port_and_the_word_for_its_guest() {
+        let bypassed =
+            "devices = [{ address = \"01:00.0\", bypass = true }]\nstart = \"slow\"\nmemory = \"512M\"";
+        let with = line(bypassed, Hypervisor::Kvm, vec![]);
+        assert!(
+            with.contains("-chardev socket,id=bypass,fd=10 -device isa-debugcon,iobase=0x5b0,readback=0x7b,chardev=bypass"),
+            "{with}"
+        );
+        assert!(with.contains(" tombolo.bypass"), "{with}");
+        let without = line("devices = [\"01:00.0\"]\nstart = \"slow\"", Hypervisor::Kvm, vec![]);
+        assert!(!without.contains("bypass") && !without.contains("debugcon"), "{without}");
     }
 
     #[test]
@@ -373,10 +401,13 @@ mod tests {
             nics: &[],
             drives: &[],
             placement: Some(&placed.vms[0]),
+            bypass: None,
         };
         let mut args = arguments(&plan).unwrap();
         // Stands in for the host's device, which this machine need not have.
-        let device = args.iter_mut().find(|word| **word == *"vfio-pci,host=0000:81:00.0,bus=root0.0");
+        let device = args
+            .iter_mut()
+            .find(|word| **word == *"vfio-pci,id=device-0000-81-00.0,host=0000:81:00.0,bus=root0.0");
         *device.expect("the device is behind its root complex") = "e1000e,romfile=,bus=root0.0".into();
         let mut child = Command::new(&qemu.program)
             .args(&args)
@@ -480,6 +511,7 @@ mod tests {
                 nics: &nics,
                 drives: &[],
                 placement: None,
+                bypass: None,
             };
             let args: Vec<String> =
                 arguments(&plan).unwrap().into_iter().map(|a| a.into_string().unwrap()).collect();

@@ -161,6 +161,12 @@ impl Supervisor {
         if let Some(machine) = machines.iter().find(|machine| machine.is_booting()) {
             return Ok(Busy(vec![format!("{} of the VM '{}'", machine.status().state, machine.name())]));
         }
+        if let Some(machine) = machines.iter().find(|m| !m.has_ended() && !m.spec().bypassed().is_empty()) {
+            anyhow::bail!(
+                "the VM '{}' has bypassed devices, whose requests this program answers: stop it before the upgrade",
+                machine.name()
+            );
+        }
         let mut keep = Keep::default();
         let monitors: Vec<_> = machines.iter().map(|machine| machine.pause()).collect();
         let (mut state, doorbells) = self.hand_over(own, client, &mut keep)?;

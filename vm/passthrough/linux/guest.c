@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The guest's half of the IOMMU bypass (bypass.h).
+ *
+ * The module reads the map of the guest's memory from the supervisor. From then on, before a driver is bound to one of the VM's devices, it
+ * asks the supervisor to let the device's DMA go untranslated and gives the device DMA operations that translate (dma.c). When the driver
+ * is unbound, and at the end of this kernel, it asks to have the DMA blocked. A device whose driver is bound without the module stays
+ * as it was: translated by the IOMMU.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/delay.h>
+#include <linux/io.h>
+#include <linux/kexec.h>
+#include <linux/module.h>
+#include <linux/mutex.h>
+#include <linux/pci.h>
+#include <linux/suspend.h>
+#include <linux/syscore_ops.h>
+
+#include "bypass_guest.h"
+
+/* For an answer of the supervisor, in milliseconds. */
+#define TBP_PATIENCE 20000
+
+static bool rebind;
+module_param(rebind, bool, 0444);
+MODULE_PARM_DESC(rebind, "unbind the drivers that the VM's devices have already, and bind them again");
+
+struct tbp_map tbp_guest_map;
+
+static DEFINE_MUTEX(tbp_lock); /* one request at a time */
+static struct tbp_page *tbp_page;
+static u32 tbp_devices;
+static u32 tbp_functions[TBP_DEVICES];
+static bool tbp_is_on[TBP_DEVICES];
+
+/* Writes the page's address to the port. QEMU takes each byte. */
+static void tbp_ring(void)
+{
+	char line[18];
+	int i;
+
+	snprintf(line, sizeof(line), "%016llx\n", (u64)virt_to_phys(tbp_page));
+	for (i = 0; i < 17; i++)
+		outb(line[i], TBP_PORT);
+}
+
+/* Sends the request that is in the page and waits for the answer; without sleep once other CPUs are gone. */
+static int tbp_ask(u16 operation, bool sleep)
+{
+	unsigned int waited;
+	u32 status;
+
+	tbp_page->magic = TBP_MAGIC;
+	tbp_page->version = TBP_VERSION;
+	tbp_page->operation = operation;
+	WRITE_ONCE(tbp_page->status, TBP_PENDING);
+	wmb();
+	tbp_ring();
+	for (waited = 0; waited < TBP_PATIENCE; waited++) {
+		status = smp_load_acquire(&tbp_page->status);
+		if (status != TBP_PENDING)
+			return status == TBP_DONE ? 0 : -EPERM;
+		if (sleep)
+			usleep_range(500, 1000);
+		else
+			mdelay(1);
+	}
+	/* The supervisor may answer later: it must not find another's memory. */
+	tbp_page = NULL;
+	return -ETIMEDOUT;
+}
+
+static int tbp_switch(u32 device, bool on, bool sleep)
+{
+	if (!tbp_page)
+		return -ETIMEDOUT;
+	tbp_page->device = device;
+	return tbp_ask(on ? TBP_ON : TBP_OFF, sleep);
+}
+
+static int tbp_read_map(void)
+{
+	u64 first = 0, frames;
+	int ret = tbp_ask(TBP_HELLO, true);
+
+	if (ret)
+		return ret;
+	frames = tbp_page->frames;
+	tbp_devices = tbp_page->devices;
+	if (tbp_devices > TBP_DEVICES)
+		return -EPROTO;
+	memcpy(tbp_functions, tbp_page->functions, sizeof(tbp_functions));
+	ret = tbp_map_begin(&tbp_guest_map, tbp_page->page, frames, tbp_page->highest);
+	while (!ret && first < frames) {
+		tbp_page->first = first;
+		ret = tbp_ask(TBP_MAP, true) ?:
+		      tbp_map_take(&tbp_guest_map, first, tbp_page->count, tbp_page->frame);
+		if (!ret)
+			first += tbp_page->count;
+	}
+	return ret;
+}
+
+static int tbp_find(struct pci_dev *pdev)
+{
+	u32 i;
+
+	for (i = 0; i < tbp_devices; i++)
+		if (!pci_domain_nr(pdev->bus) && tbp_functions[i] == (pdev->bus->number << 8 | pdev->devfn))
+			return i;
+	return -ENODEV;
+}
+
+static void tbp_start(struct pci_dev *pdev, u32 device)
+{
+	int ret;
+
+	if (tbp_is_on[device])
+		return;
+	if (device_iommu_mapped(&pdev->dev)) {
+		pci_warn(pdev, "stays translated: it is behind an IOMMU of this machine's own\n");
+		return;
+	}
+	if (kexec_crash_loaded()) {
+		pci_warn(pdev, "stays translated: a crash kernel is loaded, whose driver would write to the host's memory\n");
+		return;
+	}
+	mutex_lock(&tbp_lock);
+	ret = tbp_switch(device, true, true);
+	mutex_unlock(&tbp_lock);
+	if (ret) {
+		pci_warn(pdev, "the host refuses untranslated DMA (%d)\n", ret);
+		return;
+	}
+	tbp_is_on[device] = true;
+	if (pdev->dev.dma_ops != &tbp_dma_ops) {
+		set_dma_ops(&pdev->dev, &tbp_dma_ops);
+		__module_get(THIS_MODULE);
+	}
+#ifdef CONFIG_DMA_NEED_SYNC
+	pdev->dev.dma_skip_sync = false;
+#endif
+	pci_info(pdev, "DMA goes untranslated\n");
+}
+
+static void tbp_block(struct pci_dev *pdev, u32 device)
+{
+	int ret;
+
+	if (!tbp_is_on[device])
+		return;
+	mutex_lock(&tbp_lock);
+	ret = tbp_switch(device, false, true);
+	mutex_unlock(&tbp_lock);
+	if (ret)
+		pci_warn(pdev, "the host does not answer; its DMA is still untranslated\n");
+	tbp_is_on[device] = false;
+}
+
+static void tbp_end(struct pci_dev *pdev)
+{
+	if (pdev->dev.dma_ops != &tbp_dma_ops)
+		return;
+	set_dma_ops(&pdev->dev, NULL);
+	module_put(THIS_MODULE);
+}
+
+static int tbp_bound(struct notifier_block *block, unsigned long action, void *data)
+{
+	struct pci_dev *pdev = to_pci_dev(data);
+	int device = tbp_find(pdev);
+
+	if (device < 0)
+		return NOTIFY_DONE;
+	switch (action) {
+	case BUS_NOTIFY_BIND_DRIVER:
+		tbp_start(pdev, device);
+		break;
+	case BUS_NOTIFY_DRIVER_NOT_BOUND:
+		/* What the driver has allocated is freed after this, by the operations that allocated it: they stay. */
+		tbp_block(pdev, device);
+		break;
+	case BUS_NOTIFY_UNBOUND_DRIVER:
+		tbp_block(pdev, device);
+		tbp_end(pdev);
+		break;
+	}
+	return NOTIFY_OK;
+}
+
+static struct notifier_block tbp_notifier = { .notifier_call = tbp_bound };
+
+/* An image of this kernel would continue in memory that is elsewhere on the host. */
+static int tbp_suspending(struct notifier_block *block, unsigned long action, void *data)
+{
+	return action == PM_HIBERNATION_PREPARE ? NOTIFY_BAD : NOTIFY_DONE;
+}
+
+static struct notifier_block tbp_pm_notifier = { .notifier_call = tbp_suspending };
+
+/* The drivers have stopped their devices; the next kernel may not have this module. */
+static void tbp_shutdown(void)
+{
+	u32 i;
+
+	for (i = 0; i < tbp_devices; i++)
+		if (tbp_is_on[i] && tbp_switch(i, false, false))
+			pr_emerg("the host does not answer; DMA is still untranslated\n");
+}
+
+static struct syscore_ops tbp_syscore = { .shutdown = tbp_shutdown };
+
+/* Devices whose drivers were here first. */
+static int tbp_late(struct device *dev, void *unused)
+{
+	struct pci_dev *pdev = to_pci_dev(dev);
+
+	if (tbp_find(pdev) < 0 || !pdev->driver)
+		return 0;
+	if (!rebind)
+		pci_notice(pdev, "stays translated until its driver is bound again\n");
+	else if (device_reprobe(dev) < 0)
+		pci_warn(pdev, "no driver takes it again\n");
+	return 0;
+}
+
+static int __init tbp_init(void)
+{
+	int ret;
+
+	if (inb(TBP_PORT) != TBP_PORT_READS)
+		return -ENODEV;
+	tbp_page = (void *)get_zeroed_page(GFP_KERNEL);
+	if (!tbp_page)
+		return -ENOMEM;
+	ret = tbp_read_map() ?: tbp_dma_begin();
+	if (ret) {
+		pr_err("the host gives no map of this machine's memory (%d)\n", ret);
+		goto fail;
+	}
+	ret = register_pm_notifier(&tbp_pm_notifier) ?: bus_register_notifier(&pci_bus_type, &tbp_notifier);
+	if (ret) {
+		unregister_pm_notifier(&tbp_pm_notifier);
+		tbp_dma_end();
+		goto fail;
+	}
+	register_syscore_ops(&tbp_syscore);
+	pr_info("%u devices, %llu pages of %llu KiB\n", tbp_devices, tbp_guest_map.frames,
+		(1ULL << tbp_guest_map.shift) >> 10);
+	bus_for_each_dev(&pci_bus_type, NULL, NULL, tbp_late);
+	return 0;
+fail:
+	tbp_map_end(&tbp_guest_map);
+	free_page((unsigned long)tbp_page);
+	return ret;
+}
+
+/* No device has these operations: each that has holds the module. */
+static void __exit tbp_exit(void)
+{
+	bus_unregister_notifier(&pci_bus_type, &tbp_notifier);
+	unregister_pm_notifier(&tbp_pm_notifier);
+	unregister_syscore_ops(&tbp_syscore);
+	tbp_dma_end();
+	tbp_map_end(&tbp_guest_map);
+	free_page((unsigned long)tbp_page);
+}
+
+module_init(tbp_init);
+module_exit(tbp_exit);
+MODULE_DESCRIPTION("Untranslated DMA of passed-through devices in a trusted VM");
+MODULE_LICENSE("Dual BSD/GPL");

@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The host's half of the IOMMU bypass (bypass.h).
+ *
+ * A device starts as VFIO gives it to a VM: its DMA is translated by the domain of VFIO's container. TBP_IOC_ON detaches its group from that
+ * domain and attaches a domain of the session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group
+ * under its own mutex, so VFIO may give the group back at any time: it then goes where VFIO puts it, and the session's domain is out.
+ *
+ * The session pins the VM's memory itself, whatever VFIO pins. The memory goes back at the last close of the session's file, after each device
+ * whose group still has the session's domain was stopped: bus mastering off, transactions done, DMA blocked, function reset. QEMU inherits the
+ * file, so that close comes after the death of both the supervisor and QEMU.
+ */
+#include <linux/capability.h>
+#include <linux/file.h>
+#include <linux/fs.h>
+#include <linux/iommu.h>
+#include <linux/list.h>
+#include <linux/miscdevice.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/mutex.h>
+#include <linux/pci.h>
+#include <linux/slab.h>
+#include <linux/uaccess.h>
+
+#include "bypass.h"
+
+/* Pages of one call, at most: 8 TiB of 2 MiB. */
+#define TBP_PAGES_MAX (1UL << 22)
+
+/* Pinned pages. */
+struct tbp_pinned {
+	struct list_head link;
+	unsigned long count;
+	struct folio *folios[];
+};
+
+/* A device of a session. */
+struct tbp_bypassed {
+	struct list_head link; /* in its session */
+	struct list_head all;
+	struct pci_dev *pdev;
+	struct iommu_group *group;
+	struct iommu_domain domain; /* stands for the IOMMU driver's identity domain */
+};
+
+struct tbp_session {
+	struct mutex lock;
+	struct list_head pinned;
+	struct list_head devices;
+};
+
+static DEFINE_MUTEX(tbp_lock);
+static LIST_HEAD(tbp_all); /* the devices of all sessions, under tbp_lock */
+
+static const struct iommu_ops *tbp_ops(struct device *dev)
+{
+	if (!dev->iommu || !dev->iommu->iommu_dev)
+		return NULL;
+	return dev->iommu->iommu_dev->ops;
+}
+
+static int tbp_attach_identity(struct iommu_domain *domain, struct device *dev)
+{
+	struct iommu_domain *identity = tbp_ops(dev)->identity_domain;
+
+	return identity->ops->attach_dev(identity, dev);
+}
+
+static const struct iommu_domain_ops tbp_domain_ops = {
+	.attach_dev = tbp_attach_identity,
+};
+
+/* Whether the device's DMA goes untranslated by this session. */
+static bool tbp_is_on(struct tbp_bypassed *one)
+{
+	return iommu_get_domain_for_dev(&one->pdev->dev) == &one->domain;
+}
+
+static int tbp_on(struct tbp_bypassed *one)
+{
+	struct device *dev = &one->pdev->dev;
+	struct iommu_domain *domain = iommu_get_domain_for_dev(dev);
+
+	if (tbp_is_on(one))
+		return 0;
+	/* A paging domain of a user: VFIO has the group. After TBP_IOC_OFF it is blocked. */
+	if (!domain || (domain->type != IOMMU_DOMAIN_UNMANAGED && domain->type != IOMMU_DOMAIN_BLOCKED))
+		return -ENODEV;
+	if (!dev->driver || strcmp(dev->driver->name, "vfio-pci"))
+		return -ENODEV;
+	iommu_detach_group(domain, one->group);
+	return iommu_attach_group(&one->domain, one->group);
+}
+
+/* The group's owner is VFIO, so what it falls back to blocks all DMA. */
+static void tbp_off(struct tbp_bypassed *one)
+{
+	if (tbp_is_on(one))
+		iommu_detach_group(&one->domain, one->group);
+}
+
+/* After this the device writes to no memory. VFIO has stopped a device that it has given back. */
+static void tbp_stop(struct tbp_bypassed *one)
+{
+	int ret;
+
+	if (!tbp_is_on(one))
+		return;
+	pci_clear_master(one->pdev);
+	if (!pci_wait_for_pending_transaction(one->pdev))
+		pci_warn(one->pdev, "transactions are still pending; the IOMMU blocks them\n");
+	iommu_detach_group(&one->domain, one->group);
+	/* Who has the device's lock may wait for this process, which closes VFIO's files next; VFIO then resets it. */
+	ret = pci_try_reset_function(one->pdev);
+	if (ret)
+		pci_warn(one->pdev, "not reset (%d); the IOMMU blocks its DMA until VFIO has reset it\n", ret);
+	else
+		pci_info(one->pdev, "stopped: its VM died with its supervisor\n");
+}
+
+static struct tbp_bypassed *tbp_find(struct tbp_session *session, const struct tbp_device *wanted)
+{
+	struct tbp_bypassed *one;
+
+	list_for_each_entry(one, &session->devices, link)
+		if (pci_domain_nr(one->pdev->bus) == wanted->domain && one->pdev->bus->number == wanted->bus &&
+		    one->pdev->devfn == wanted->devfn)
+			return one;
+	return NULL;
+}
+
+static int tbp_count_device(struct device *dev, void *count)
+{
+	++*(unsigned int *)count;
+	return 0;
+}
+
+/* Returns 0 if the device can be bypassed. */
+static int tbp_check(struct pci_dev *pdev, struct iommu_group *group)
+{
+	const struct iommu_ops *ops = tbp_ops(&pdev->dev);
+	unsigned int devices = 0;
+
+	if (!group || !ops || !ops->identity_domain || !ops->identity_domain->ops->attach_dev)
+		return -EOPNOTSUPP;
+	iommu_group_for_each_dev(group, &devices, tbp_count_device);
+	if (devices != 1)
+		return -EMLINK;
+	if (!pdev->reset_methods[0])
+		return -EPERM;
+	if (!pdev->dev.driver || strcmp(pdev->dev.driver->name, "vfio-pci"))
+		return -ENODEV;
+	return 0;
+}
+
+static void tbp_free(struct tbp_bypassed *one)
+{
+	iommu_group_put(one->group);
+	pci_dev_put(one->pdev);
+	kfree(one);
+}
+
+/* Makes the device one of the session, unless another session has it. */
+static int tbp_join(struct tbp_session *session, struct tbp_bypassed *one)
+{
+	struct tbp_bypassed *other;
+	int ret = 0;
+
+	mutex_lock(&tbp_lock);
+	list_for_each_entry(other, &tbp_all, all)
+		if (other->pdev == one->pdev)
+			ret = -EBUSY;
+	if (!ret) {
+		list_add_tail(&one->all, &tbp_all);
+		list_add_tail(&one->link, &session->devices);
+	}
+	mutex_unlock(&tbp_lock);
+	return ret;
+}
+
+static int tbp_add(struct tbp_session *session, const struct tbp_device *wanted)
+{
+	struct tbp_bypassed *one;
+	int ret;
+
+	one = kzalloc(sizeof(*one), GFP_KERNEL);
+	if (!one)
+		return -ENOMEM;
+	one->pdev = pci_get_domain_bus_and_slot(wanted->domain, wanted->bus, wanted->devfn);
+	if (!one->pdev) {
+		kfree(one);
+		return -ENXIO;
+	}
+	one->group = iommu_group_get(&one->pdev->dev);
+	ret = tbp_check(one->pdev, one->group);
+	if (!ret) {
+		one->domain.type = IOMMU_DOMAIN_IDENTITY;
+		one->domain.ops = &tbp_domain_ops;
+		one->domain.owner = tbp_ops(&one->pdev->dev);
+		ret = tbp_join(session, one);
+	}
+	if (ret)
+		tbp_free(one);
+	return ret;
+}
+
+static void tbp_unpin(struct tbp_pinned *pinned)
+{
+	unpin_folios(pinned->folios, pinned->count);
+	kvfree(pinned);
+}
+
+/* Pins pages one after the other into `pinned`. */
+static int tbp_pin_pages(struct tbp_pinned *pinned, struct file *memfd, const struct tbp_pin *wanted)
+{
+	unsigned long count = wanted->size / wanted->page;
+	loff_t last = wanted->offset + wanted->size - 1;
+
+	while (pinned->count < count) {
+		loff_t next = wanted->offset + pinned->count * wanted->page;
+		unsigned int most = min(count - pinned->count, 1024UL);
+		pgoff_t inside;
+		long got, i;
+
+		got = memfd_pin_folios(memfd, next, last, pinned->folios + pinned->count, most, &inside);
+		if (got <= 0)
+			return got ?: -EFAULT;
+		pinned->count += got;
+		for (i = pinned->count - got; i < pinned->count; i++)
+			if (folio_size(pinned->folios[i]) != wanted->page)
+				return -EINVAL;
+		cond_resched();
+	}
+	return 0;
+}
+
+static int tbp_tell_frames(const struct tbp_pinned *pinned, u64 __user *frames)
+{
+	unsigned long i;
+
+	for (i = 0; i < pinned->count; i++)
+		if (put_user((u64)PFN_PHYS(folio_pfn(pinned->folios[i])), frames + i))
+			return -EFAULT;
+	return 0;
+}
+
+static int tbp_pin(struct tbp_session *session, const struct tbp_pin *wanted)
+{
+	struct tbp_pinned *pinned;
+	struct file *memfd;
+	unsigned long count;
+	int ret;
+
+	if ((wanted->page != SZ_2M && wanted->page != SZ_1G) || wanted->reserved || !wanted->size ||
+	    !IS_ALIGNED(wanted->offset | wanted->size, wanted->page) ||
+	    wanted->offset + wanted->size < wanted->size || wanted->offset + wanted->size > MAX_LFS_FILESIZE)
+		return -EINVAL;
+	count = wanted->size / wanted->page;
+	if (count > TBP_PAGES_MAX)
+		return -E2BIG;
+	memfd = fget(wanted->memfd);
+	if (!memfd)
+		return -EBADF;
+	pinned = kvzalloc(struct_size(pinned, folios, count), GFP_KERNEL);
+	ret = !(memfd->f_mode & FMODE_WRITE) ? -EPERM : pinned ? tbp_pin_pages(pinned, memfd, wanted) : -ENOMEM;
+	fput(memfd);
+	ret = ret ?: tbp_tell_frames(pinned, u64_to_user_ptr(wanted->frames));
+	if (!ret)
+		list_add_tail(&pinned->link, &session->pinned);
+	else if (pinned)
+		tbp_unpin(pinned);
+	return ret;
+}
+
+static int tbp_switch(struct tbp_session *session, const struct tbp_device *wanted, bool on)
+{
+	struct tbp_bypassed *one = tbp_find(session, wanted);
+
+	if (!one)
+		return -ENXIO;
+	if (list_empty(&session->pinned))
+		return -EINVAL;
+	if (on)
+		return tbp_on(one);
+	tbp_off(one);
+	return 0;
+}
+
+static int tbp_device_ioctl(struct tbp_session *session, unsigned int command, const void __user *from)
+{
+	struct tbp_device wanted;
+
+	if (copy_from_user(&wanted, from, sizeof(wanted)))
+		return -EFAULT;
+	if (wanted.reserved)
+		return -EINVAL;
+	if (command == TBP_IOC_ADD)
+		return tbp_add(session, &wanted);
+	return tbp_switch(session, &wanted, command == TBP_IOC_ON);
+}
+
+static long tbp_ioctl(struct file *file, unsigned int command, unsigned long argument)
+{
+	struct tbp_session *session = file->private_data;
+	const void __user *from = (const void __user *)argument;
+	struct tbp_pin wanted;
+	long ret;
+
+	mutex_lock(&session->lock);
+	switch (command) {
+	case TBP_IOC_PIN:
+		ret = copy_from_user(&wanted, from, sizeof(wanted)) ? -EFAULT : tbp_pin(session, &wanted);
+		break;
+	case TBP_IOC_ADD:
+	case TBP_IOC_ON:
+	case TBP_IOC_OFF:
+		ret = tbp_device_ioctl(session, command, from);
+		break;
+	default:
+		ret = -ENOTTY;
+	}
+	mutex_unlock(&session->lock);
+	return ret;
+}
+
+static int tbp_open(struct inode *inode, struct file *file)
+{
+	struct tbp_session *session;
+
+	/* Who opens a session can give a device all of the host's memory. */
+	if (!capable(CAP_SYS_RAWIO))
+		return -EPERM;
+	session = kzalloc(sizeof(*session), GFP_KERNEL);
+	if (!session)
+		return -ENOMEM;
+	mutex_init(&session->lock);
+	INIT_LIST_HEAD(&session->pinned);
+	INIT_LIST_HEAD(&session->devices);
+	file->private_data = session;
+	return 0;
+}
+
+static int tbp_release(struct inode *inode, struct file *file)
+{
+	struct tbp_session *session = file->private_data;
+	struct tbp_bypassed *one, *next_one;
+	struct tbp_pinned *pinned, *next_pinned;
+
+	list_for_each_entry(one, &session->devices, link)
+		tbp_stop(one);
+	list_for_each_entry_safe(pinned, next_pinned, &session->pinned, link)
+		tbp_unpin(pinned);
+	mutex_lock(&tbp_lock);
+	list_for_each_entry_safe(one, next_one, &session->devices, link) {
+		list_del(&one->all);
+		tbp_free(one);
+	}
+	mutex_unlock(&tbp_lock);
+	kfree(session);
+	return 0;
+}
+
+static const struct file_operations tbp_fops = {
+	.owner = THIS_MODULE,
+	.open = tbp_open,
+	.release = tbp_release,
+	.unlocked_ioctl = tbp_ioctl,
+};
+
+static struct miscdevice tbp_misc = {
+	.minor = MISC_DYNAMIC_MINOR,
+	.name = "tombolo-bypass",
+	.fops = &tbp_fops,
+	.mode = 0600,
+};
+module_misc_device(tbp_misc);
+
+MODULE_DESCRIPTION("Untranslated DMA of passed-through devices of trusted VMs");
+MODULE_LICENSE("Dual BSD/GPL");
