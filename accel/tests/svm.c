@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-/* Shared virtual memory: whether the device has some, as it says and as it turns out; a list whose pointers a kernel follows, prints what it found and what the program then sees. */
+/*
+ * Shared virtual memory: whether the device has some, as it says and as it turns out; a list whose pointers a kernel follows, prints what it found and what
+ * the program then sees.
+ */
 #define CL_TARGET_OPENCL_VERSION 200
 #include <CL/cl.h>
 #include <stdio.h>

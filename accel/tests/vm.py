@@ -51,7 +51,7 @@ class Host:
              "--vm", self.vm, "--vm-channels", str(CHANNELS), "--vm-window", "64", "--memory", str(gib << 10)], env=self.environment, stderr=self.log)
         begun = time.monotonic()
         while not os.path.exists(self.vm + "/bell") or "-device" not in self.said():
-            if self.server.poll() is not None or time.monotonic() - begun > 60:
+            if self.server.poll() is not None or time.monotonic() - begun > 300:
                 raise Failed("the server doesn't serve: " + self.said())
             time.sleep(0.05)
 
@@ -211,7 +211,7 @@ def a_worker_maps_its_channel_of_the_zone_and_keeps_no_descriptor_of_it(host, vm
     zone, begun, mapped, kept = os.path.getsize(host.vm + "/zone"), time.monotonic(), [], []
     # A worker maps its channel first, closes the zone next, and only then reads a byte of it: it waits for its client's first word.
     while not mapped or kept:
-        if time.monotonic() - begun > 60:
+        if time.monotonic() - begun > 300:
             raise Failed("mapped of the zone: %s, descriptors of it: %s" % (mapped, kept))
         for pid in host.workers():
             with open("/proc/%d/maps" % pid) as maps:
@@ -228,7 +228,7 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
     vm.start(zone + " clinfo 2>&1 >/tmp/info")
     begun = time.monotonic()
     while not host.workers():
-        if time.monotonic() - begun > 30:
+        if time.monotonic() - begun > 300:
             raise Failed("no worker came")
         time.sleep(0.01)
     for pid in host.workers():

@@ -19,7 +19,7 @@ use tombolo_calls::{Error, Link, process, send, stream, zone};
 const GEOMETRY: Geometry = Geometry { ring: 64 << 10, window: 4 << 20 };
 
 /// Longer than anything here takes.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 fn hello() -> Hello {
     Hello { api: "test".into(), identity: [7; 16], name: "transports".into() }

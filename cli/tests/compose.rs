@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use common::Lab;
 use common::stand_in::{said, until};
+use serde_json::Value;
 
 mod common;
 
@@ -147,6 +148,58 @@ fn a_port_of_the_host_that_is_in_use_is_told_before_anything_is_started() {
         "{words}"
     );
     assert!(!words.contains("starting"), "{words}");
+    lab.assert_nothing_left();
+}
+
+/// Puts a passt first in the PATH that notes its pid, and that ends at once while there is the file 'broken'.
+fn own_passt(lab: &Lab) -> std::ffi::OsString {
+    let bin = lab.dir.path().join("bin");
+    std::fs::create_dir(&bin).unwrap();
+    let (script, path) = (bin.join("passt"), std::env::var_os("PATH").unwrap());
+    let folder = lab.dir.path().display();
+    let text = format!(
+        "#!/bin/sh\n[ ! -e '{folder}/broken' ] || exit 1\necho $$ >'{folder}/pid'\nPATH='{}' exec passt \"$@\"\n",
+        path.to_str().unwrap()
+    );
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    std::env::join_paths(std::iter::once(bin).chain(std::env::split_paths(&path))).unwrap()
+}
+
+#[test]
+fn net_ls_tells_which_vms_and_uplinks_are_down() {
+    let lab = lab(|vm| {
+        let vm = format!("{vm}ready = \"running\"\nnetworks");
+        format!(
+            "[net.lan]\n[net.out]\nuplink = \"user\"\n[vm.a]\n{vm} = [\"out\"]\n[vm.b]\n{vm} = [\"lan\"]\n"
+        )
+    });
+    let path = own_passt(&lab);
+    let up = lab.command(&["up"]).env("PATH", path).output().unwrap();
+    assert!(up.status.success(), "{}", said(&up));
+    let own_uplink = |state: bool| {
+        let networks: Value = serde_json::from_str(&lab.good(&["net", "ls", "--json"])).unwrap();
+        let [lan, out] = ["lan", "out"].map(|name| {
+            let found = networks.as_array().unwrap().iter().find(|net| net["name"] == name);
+            found.unwrap().clone()
+        });
+        // The stand-in for QEMU has no driver that receives. Neither network has an uplink of all VMs, and b has none of its own.
+        assert_eq!((&lan["ports"][0]["up"], lan["ports"][0].get("uplink_up")), (&false.into(), None));
+        assert_eq!((&out["ports"][0]["up"], out.get("uplink_up")), (&false.into(), None));
+        out["ports"][0]["uplink_up"] == state
+    };
+    until("the uplink is never up", || own_uplink(true));
+    let text = lab.good(&["net", "ls"]);
+    assert!(text.contains("  a (down)  ") && text.contains("  b (down)  "), "{text}");
+    std::fs::write(lab.dir.path().join("broken"), "").unwrap();
+    let passt = std::fs::read_to_string(lab.dir.path().join("pid")).unwrap();
+    common::signal(passt.trim().parse().unwrap(), "KILL");
+    until("the uplink is never down", || own_uplink(false));
+    let text = lab.good(&["net", "ls"]);
+    assert!(text.contains("  a (down, uplink down)  ") && text.contains("  b (down)  "), "{text}");
+    std::fs::remove_file(lab.dir.path().join("broken")).unwrap();
+    until("the uplink never comes back", || own_uplink(true));
+    lab.good(&["down"]);
     lab.assert_nothing_left();
 }
 

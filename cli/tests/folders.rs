@@ -138,3 +138,80 @@ fn a_copy_at_the_place_of_a_moved_folder_is_another_project_and_no_reboot_opens_
     good(lab.command(&["down"]).current_dir(&new));
     lab.assert_nothing_left();
 }
+
+/// The identity that cloud-init finds in the seed of the VM's QEMU.
+fn instance_id(qemu: u32) -> String {
+    let seeds = std::fs::read_dir(format!("/proc/{qemu}/fd")).unwrap().filter_map(|fd| {
+        let path = fd.unwrap().path();
+        let is_seed = std::fs::read_link(&path).is_ok_and(|to| to.to_string_lossy().contains("memfd:cidata"));
+        is_seed.then(|| String::from_utf8_lossy(&std::fs::read(path).unwrap()).into_owned())
+    });
+    let seed = seeds.last().unwrap();
+    let line = seed.lines().find(|line| line.contains("instance-id")).unwrap();
+    line.to_owned()
+}
+
+#[test]
+fn a_vm_of_a_renamed_folder_stays_the_same_machine_to_cloud_init_while_the_project_is_up() {
+    let (lab, old) = up();
+    let file = std::fs::read_to_string(old.join("tombolo.toml")).unwrap();
+    std::fs::write(old.join("tombolo.toml"), format!("{file}cloud_init = {{}}\n")).unwrap();
+    good(lab.command(&["restart", "a"]).current_dir(&old));
+    let (before, new) = (instance_id(running(&lab, &old).1), lab.dir.path().join("new"));
+    std::fs::rename(&old, &new).unwrap();
+    let next = lab.dir.path().join("next");
+    good(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next));
+    good(lab.command(&["upgrade", "--program", next.to_str().unwrap()]).current_dir(&new));
+    good(lab.command(&["restart", "a"]).current_dir(&new));
+    assert_eq!(instance_id(running(&lab, &new).1), before);
+    good(lab.command(&["down"]).current_dir(&new));
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_vm_that_was_stopped_stays_so_when_its_folder_is_renamed_and_a_copy_is_another_project() {
+    let (lab, old) = up();
+    let file = std::fs::read_to_string(old.join("tombolo.toml")).unwrap();
+    let policy = "restart = \"unless-stopped\"\n";
+    let more = format!("{file}{policy}[vm.b]\n{}{policy}", file.split_once("[vm.a]\n").unwrap().1);
+    std::fs::write(old.join("tombolo.toml"), more).unwrap();
+    good(lab.command(&["up"]).current_dir(&old));
+    good(lab.command(&["down", "b"]).current_dir(&old));
+    good(lab.command(&["down"]).current_dir(&old));
+    let new = lab.dir.path().join("new");
+    std::fs::rename(&old, &new).unwrap();
+    good(Command::new("cp").arg("-r").args([&new, &old]));
+    for (folder, vms) in [(&new, 1), (&old, 2)] {
+        good(lab.command(&["up", "--boot"]).current_dir(folder));
+        let ps = good(lab.command(&["ps", "--json", "--wait", "300"]).current_dir(folder));
+        let ps: serde_json::Value = serde_json::from_slice(&ps.stdout).unwrap();
+        assert_eq!(ps["vms"].as_array().unwrap().len(), vms, "{}", folder.display());
+        good(lab.command(&["down"]).current_dir(folder));
+    }
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_switch_is_started_again_though_the_folder_of_sockets_and_logs_has_vanished() {
+    let (lab, old) = up();
+    let file = std::fs::read_to_string(old.join("tombolo.toml")).unwrap();
+    let more = format!("{file}networks = {{ lan = {{ address = \"none\" }} }}\n[net.lan]\n");
+    std::fs::write(old.join("tombolo.toml"), more).unwrap();
+    good(lab.command(&["restart", "a"]).current_dir(&old));
+    std::fs::remove_dir_all(lab.dir.path().join("tombolo")).unwrap();
+    let net = || {
+        let ps = good(lab.command(&["ps", "--json", "--wait", "300"]).current_dir(&old));
+        serde_json::from_slice::<serde_json::Value>(&ps.stdout).unwrap()["networks"][0].clone()
+    };
+    let first = net()["pid"].clone();
+    signal(number(&first), "KILL");
+    until("its switch is not started again", || net()["pid"].is_u64() && net()["pid"] != first);
+    // It answers, and has its port.
+    let ls = || lab.command(&["net", "ls", "--json"]).current_dir(&old).output().unwrap();
+    until("it has no port", || {
+        let socket = Path::new(net()["control"].as_str().unwrap()).with_file_name("lan.a.port");
+        ls().status.success() && socket.exists()
+    });
+    good(lab.command(&["down"]).current_dir(&old));
+    lab.assert_nothing_left();
+}

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tombolo_zone::{Member, MemberState, Zone};
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 
 /// A zone in a file, and a run folder of its own.
 struct Place {

@@ -135,6 +135,23 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     let text = lab.good(&["top", "-f", "tombolo.toml", "--count", "1"]);
     assert!(text.contains("SENT/S") && text.contains("MEMORY"), "{text}");
 
+    // A VM whose driver lets the card go is down, and no other is.
+    lab.good(&[
+        "exec",
+        "b",
+        "--",
+        "sh",
+        "-c",
+        "cd /sys/bus/virtio/drivers/virtio_net && ls -d virtio* >/tmp/card && cat /tmp/card >unbind",
+    ]);
+    let ups = || {
+        let net = json(&lab, &["net", "ls", "--json"])[0].clone();
+        net["ports"].as_array().unwrap().iter().map(|port| port["up"] == true).collect::<Vec<_>>()
+    };
+    wait_until("b without its card", || ups() == [true, false]);
+    let text = lab.good(&["net", "ls"]);
+    assert!(text.contains("  b (down)  ") && !text.contains("a (down)"), "{text}");
+
     // A VM is killed and comes back with the same address.
     let pid = lab.ps()["vms"][1]["pid"].as_u64().unwrap();
     signal(u32::try_from(pid).unwrap(), "KILL");

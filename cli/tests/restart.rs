@@ -255,6 +255,35 @@ fn a_vm_that_down_has_stopped_stays_stopped_at_boot_until_somebody_starts_it() {
 }
 
 #[test]
+fn vms_that_are_stopped_at_once_are_all_noted_and_one_whose_stop_is_not_waited_for_too() {
+    let vm = "kernel = \"./kernel\"\nmemory = \"128M\"\nready = \"running\"\nrestart = \"unless-stopped\"\n";
+    let names = ["b", "c", "d", "e", "f", "g"];
+    let slow = "[vm.slow]\nqemu_args = [\"-fake\", \"no-quit\"]\n";
+    let more: String = names.iter().map(|name| format!("[vm.{name}]\n{vm}")).collect();
+    let lab = lab(&format!("restart = \"always\"\n{more}{slow}{vm}"));
+    lab.good(&["up"]);
+    std::thread::scope(|scope| {
+        for name in names {
+            scope.spawn(|| lab.good(&["down", name]));
+        }
+    });
+    let mut down = lab.command(&["down", "slow"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut words = std::io::BufReader::new(down.stderr.take().unwrap());
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut words, &mut line).unwrap();
+    assert!(line.contains("slow: stopping"), "{line}");
+    down.kill().unwrap();
+    down.wait().unwrap();
+    lab.good(&["down"]);
+    lab.good(&["up", "--boot"]);
+    let ps = lab.ps();
+    let there: Vec<&str> =
+        ps["vms"].as_array().unwrap().iter().map(|vm| vm["name"].as_str().unwrap()).collect();
+    assert_eq!(there, ["a"]);
+    lab.good(&["down"]);
+}
+
+#[test]
 fn the_unit_ends_without_a_failure_where_down_has_stopped_all_vms() {
     let lab = lab("restart = \"unless-stopped\"\n");
     lab.good(&["up"]);

@@ -2,7 +2,7 @@
 //! `tombolo files import` and `export`, through real mounts (FUSE).
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 fn run(dir: &Path, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_tombolo")).args(args).current_dir(dir).output().unwrap()
@@ -121,24 +121,49 @@ fn a_copy_from_a_zone_has_no_set_id_bits_unless_they_are_asked_for() {
     assert_eq!(mode(), 0o6755);
 }
 
+/// Returns the line of a mount below a folder.
+fn mount_below(dir: &Path) -> Option<String> {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    mounts.lines().find(|line| line.contains(dir.to_str().unwrap())).map(str::to_owned)
+}
+
+/// Begins an import of many files; the mount that it works with.
+fn begin_import(dir: &Path) -> (Child, String) {
+    (0..2000).for_each(|n| std::fs::write(dir.join(format!("from/{n}")), "x").unwrap());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+    command.args(["files", "import", "from", "own.zone:in"]).current_dir(dir).env("TMPDIR", dir);
+    let mut copying = command.stdout(Stdio::null()).spawn().unwrap();
+    loop {
+        if let Some(line) = mount_below(dir) {
+            return (copying, line);
+        }
+        assert!(copying.try_wait().unwrap().is_none(), "the copy ended before its mount was seen");
+    }
+}
+
+#[test]
+fn a_copy_that_is_killed_leaves_no_mount_and_no_member() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    hostile(dir);
+    let (mut copying, _) = begin_import(dir);
+    copying.kill().unwrap();
+    copying.wait().unwrap();
+    while mount_below(dir).is_some() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    // No member of the zone lives.
+    good(dir, &["files", "import", "from", "own.zone:in"]);
+    assert_eq!(std::fs::read_dir(dir.join("from")).unwrap().count(), 2001);
+}
+
 #[test]
 fn the_mount_of_a_copy_is_reached_by_its_user_alone_and_runs_no_set_id_program() {
     use std::os::unix::fs::MetadataExt;
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();
     hostile(dir);
-    (0..2000).for_each(|n| std::fs::write(dir.join(format!("from/{n}")), "x").unwrap());
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
-    command.args(["files", "import", "from", "own.zone:in"]).current_dir(dir).env("TMPDIR", dir);
-    let mut copying = command.stdout(std::process::Stdio::null()).spawn().unwrap();
-    let mount = loop {
-        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-        let own = |line: &&str| line.contains(dir.to_str().unwrap());
-        if let Some(line) = mounts.lines().find(own) {
-            break line.to_owned();
-        }
-        assert!(copying.try_wait().unwrap().is_none(), "the copy ended before its mount was seen");
-    };
+    let (mut copying, mount) = begin_import(dir);
     let fields: Vec<&str> = mount.split(' ').collect();
     let options: Vec<&str> = fields[3].split(',').collect();
     assert!(options.contains(&"nosuid") && options.contains(&"nodev"), "{mount}");

@@ -4,6 +4,7 @@
 //! A child is told to die when the *thread* that started it ends. Children that last are therefore started by the main thread
 //! ([`main_thread`]); a thread that starts another one stays until that one is gone.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -115,6 +116,17 @@ impl Guarded {
         let there = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         rustix::process::waitid(WaitId::Pid(pid), there)?;
         Ok(Guarded { pid, stdout: None, stderr: None, ended: None })
+    }
+
+    /// Children of the main thread beside these, which no part of this program has taken over from the one before.
+    ///
+    /// # Errors
+    /// When /proc can't be read.
+    pub fn others(known: &BTreeSet<u32>) -> io::Result<Vec<Guarded>> {
+        let main = std::process::id();
+        let children = std::fs::read_to_string(format!("/proc/self/task/{main}/children"))?;
+        let others = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+        Ok(others.filter(|pid| !known.contains(pid)).filter_map(|pid| Guarded::resume(pid).ok()).collect())
     }
 
     /// Its process id.

@@ -4,8 +4,8 @@
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
 //! however the process dies. A child process (QEMU for example) that inherits the description keeps the lock for as long as it lives.
-//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area; byte 322 serializes grants. The locks
-//! touch no data and need no cooperation from guests.
+//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area; byte 322 serializes grants. The owner
+//! also holds byte 323, and a byte after it for each slot that it keeps for a member. The locks touch no data and need no cooperation from guests.
 
 use std::fs::File;
 use std::io;
@@ -24,6 +24,14 @@ const SESSIONS: u32 = 256;
 
 /// Serializes changes of who is granted what ([`crate::Zone::hold_grants`]).
 pub(crate) const GRANTS_BYTE: u32 = SESSION_BYTES + SESSIONS;
+
+/// Held by an owner that holds the bytes of [`promise_byte`]; one of an earlier release doesn't.
+pub(crate) const PROMISES_BYTE: u32 = GRANTS_BYTE + 1;
+
+/// Held by the owner while it keeps a slot for a member.
+pub(crate) fn promise_byte(id: MemberId) -> u32 {
+    PROMISES_BYTE + 1 + id.index()
+}
 
 pub(crate) fn member_byte(id: MemberId) -> u32 {
     1 + id.index()
@@ -55,35 +63,46 @@ impl AsFd for Liveness {
 #[derive(Debug)]
 pub(crate) struct Own {
     liveness: Liveness,
-    byte: u32,
     /// The process that may free the byte; a copy that `fork(2)` made may not.
     process: u32,
 }
 
 impl Own {
-    fn new(liveness: Liveness, byte: u32) -> Self {
-        Self { liveness, byte, process: std::process::id() }
+    fn new(liveness: Liveness) -> Self {
+        Self { liveness, process: std::process::id() }
     }
 
-    /// Tries to take `byte`; `Ok(None)` when another description has it.
-    /// Goes on with the lock of the program before.
-    pub(crate) fn resume(fd: OwnedFd, byte: u32) -> Self {
-        Self::new(Liveness::resume(fd), byte)
+    /// Goes on with the locks of the program before.
+    pub(crate) fn resume(fd: OwnedFd) -> Self {
+        Self::new(Liveness::resume(fd))
     }
 
     pub(crate) fn liveness(&self) -> &Liveness {
         &self.liveness
     }
 
+    /// Tries to take `byte`; `Ok(None)` when another description has it.
     pub(crate) fn try_hold(fd: BorrowedFd<'_>, byte: u32) -> Result<Option<Self>> {
-        Ok(try_hold(fd, true, byte)?.map(|liveness| Self::new(liveness, byte)))
+        Ok(try_hold(fd, true, byte)?.map(Self::new))
+    }
+
+    /// Holds another byte too, or frees it. No other process holds it at any time.
+    pub(crate) fn set(&self, byte: u32, held: bool) -> Result<()> {
+        let request = lock_request(if held { libc::F_WRLCK } else { libc::F_UNLCK }, byte);
+        // SAFETY: a valid descriptor and a valid struct flock.
+        if unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
+            return Ok(());
+        }
+        Err(Error::last_os("locking the zone's memory"))
     }
 }
 
 impl Drop for Own {
     fn drop(&mut self) {
         if std::process::id() == self.process {
-            let request = lock_request(libc::F_UNLCK, self.byte);
+            // All bytes of the description: from the first, of any number.
+            let mut request = lock_request(libc::F_UNLCK, 0);
+            request.l_len = 0;
             // SAFETY: a valid descriptor and a valid struct flock.
             let freed = unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) };
             debug_assert_eq!(freed, 0, "a process can free a lock that it holds");
@@ -133,7 +152,7 @@ pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     loop {
         // SAFETY: a valid descriptor and a valid struct flock.
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, &request) } == 0 {
-            return Ok(Own::new(Liveness { file }, byte));
+            return Ok(Own::new(Liveness { file }));
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -149,12 +168,22 @@ pub(crate) fn is_held(fd: BorrowedFd<'_>, byte: u32) -> Result<bool> {
 
 /// Returns which members' bytes are held, a bit each.
 pub(crate) fn members_held(fd: BorrowedFd<'_>) -> Result<u64> {
+    bits_held(fd, 1)
+}
+
+/// Returns which slots the owner keeps for members, a bit each; `None`: it doesn't tell, or there is none.
+pub(crate) fn promises_held(fd: BorrowedFd<'_>) -> Result<Option<u64>> {
+    is_held(fd, PROMISES_BYTE)?.then(|| bits_held(fd, PROMISES_BYTE + 1)).transpose()
+}
+
+/// Returns which of the bytes for members that begin here are held.
+fn bits_held(fd: BorrowedFd<'_>, begin: u32) -> Result<u64> {
     let file = look(fd)?;
     let mut held = 0;
     // The kernel names some lock of a range, not the first one, so a range that has one is halved.
     let mut ranges = vec![(0, TMB_MAX_MEMBERS)];
     while let Some((first, count)) = ranges.pop() {
-        let mut request = lock_request(libc::F_WRLCK, 1 + first);
+        let mut request = lock_request(libc::F_WRLCK, begin + first);
         request.l_len = libc::off_t::from(count);
         if !is_locked(&file, request)? {
             continue;

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use crate::backing::Backing;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
-use crate::liveness::{self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte};
+use crate::liveness::{self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte, promise_byte};
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
 use crate::numa::Nodes;
@@ -120,8 +120,20 @@ struct Owner {
 }
 
 impl Owner {
-    fn new(lock: Own) -> Owner {
-        Owner { lock, ledger: Ledger::default() }
+    fn new(lock: Own) -> Result<Owner> {
+        Owner::of(lock, Ledger::default())
+    }
+
+    fn of(lock: Own, ledger: Ledger) -> Result<Owner> {
+        let owner = Owner { lock, ledger };
+        MemberId::all().try_for_each(|id| owner.tell(id))?;
+        owner.lock.set(liveness::PROMISES_BYTE, true)?;
+        Ok(owner)
+    }
+
+    /// Tells other processes whether a slot is kept for a member, by a lock that no member can take or fake.
+    fn tell(&self, id: MemberId) -> Result<()> {
+        self.lock.set(promise_byte(id), self.ledger.name(id).is_some())
     }
 }
 
@@ -157,7 +169,7 @@ impl Zone {
         // Magic last: a process that sees it sees the rest.
         mem.write(8, &page[8..])?;
         mem.store_u64(offset_of!(tmb_zone_header, magic) as u64, format::TMB_ZONE_MAGIC)?;
-        Ok(Zone { file, mem, header, label, owner: Some(Owner::new(owner)) })
+        Ok(Zone { file, mem, header, label, owner: Some(Owner::new(owner)?) })
     }
 
     /// Attaches to the zone in a file (or in `/proc/PID/fd/N`), without owning it.
@@ -205,7 +217,7 @@ impl Zone {
         }
         zone.header.session = new_session();
         zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
-        zone.owner = Some(Owner::new(owner));
+        zone.owner = Some(Owner::new(owner)?);
         Ok(zone)
     }
 
@@ -351,21 +363,58 @@ impl Zone {
     pub fn invite(&self, name: &str, role: Role, rights: Rights) -> Result<MemberId> {
         let field = name_to(&self.header.name, "member name", name)?;
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        let slot = self.slot_for(name, role)?;
+        self.fill(&slot, field, name, role, rights)?;
+        Ok(slot.id)
+    }
+
+    /// As [`Self::invite`], for this process, which holds the slot from this moment on. [`Self::join_claimed`] then takes it.
+    pub fn claim(&self, name: &str, role: Role, rights: Rights) -> Result<(MemberId, Liveness)> {
+        let field = name_to(&self.header.name, "member name", name)?;
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        let slot = self.slot_for(name, role)?;
+        let liveness = self.hold(slot.id)?;
+        self.fill(&slot, field, name, role, rights)?;
+        Ok((slot.id, liveness))
+    }
+
+    /// Joins with a slot that [`Self::claim`] gave, whatever members have written there since.
+    pub fn join_claimed(&self, id: MemberId, liveness: Liveness) -> Result<Membership> {
+        Ok(Membership { id, epoch: self.enter(id)?, liveness })
+    }
+
+    /// Finds the slot for a member of this name. The caller holds the table's lock.
+    fn slot_for(&self, name: &str, role: Role) -> Result<Member> {
         let slots = self.slots()?;
-        let known = slots.iter().find(|m| self.name_of(m).as_deref() == Some(name));
+        let promised = self.promised()?;
+        let is_promised = |m: &Member| promised.is_some_and(|slots| slots >> m.id.index() & 1 != 0);
+        // Of a slot that the owner keeps for a VM, a member may have written that it is this process's.
+        let is_its = |m: &&Member| {
+            self.name_of(m).as_deref() == Some(name)
+                && (self.is_owner() || role == Role::Vm || m.alive || !is_promised(m))
+        };
+        let known = slots.iter().find(is_its);
         if known.is_some_and(|m| m.alive) {
             return Err(self.refuse(name, "is in the zone already".to_owned()));
         }
-        let free = |state| slots.iter().find(|m| !m.alive && m.state == state && !self.is_promised(m.id));
+        let free = |state| slots.iter().find(|m| !m.alive && m.state == state && !is_promised(m));
         let slot = known.or_else(|| free(MemberState::Empty)).or_else(|| free(MemberState::Dead));
         let slot = slot.or_else(|| free(MemberState::Active)).or_else(|| free(MemberState::Damaged));
-        // Other processes may have invited a member that comes only later; the owner's own come first.
-        let slot = slot.or_else(|| self.owner.as_ref().and_then(|_| free(MemberState::Invited)));
-        let Some(slot) = slot else {
-            return Err(self.refuse(name, format!("all {} slots are taken", format::TMB_MAX_MEMBERS)));
-        };
-        self.fill(slot, field, name, role, rights)?;
-        Ok(slot.id)
+        // A slot that is only written to be invited may be a member's that comes later, unless the owner says whose slots it keeps.
+        let slot = slot.or_else(|| promised.and_then(|_| free(MemberState::Invited)));
+        slot.cloned()
+            .ok_or_else(|| self.refuse(name, format!("all {} slots are taken", format::TMB_MAX_MEMBERS)))
+    }
+
+    /// The slots that the owner keeps for members, a bit each; `None`: it is not known.
+    fn promised(&self) -> Result<Option<u64>> {
+        match &self.owner {
+            None => liveness::promises_held(self.file.as_fd()),
+            Some(_) => {
+                let bit = |id: MemberId| u64::from(self.is_promised(id)) << id.index();
+                Ok(Some(MemberId::all().map(bit).sum()))
+            }
+        }
     }
 
     /// Invites a member to this slot, whatever is written there. For the owner, which knows that the slot is that member's.
@@ -401,6 +450,7 @@ impl Zone {
         if let Some(owner) = &self.owner {
             let tenant = Tenant { name: name.to_owned(), role: Some(role), rights, lived: false };
             owner.ledger.with(id, |entry| entry.tenant = Some(tenant));
+            owner.tell(id)?;
         }
         Ok(())
     }
@@ -427,10 +477,7 @@ impl Zone {
     pub fn activate(&self, id: MemberId) -> Result<u32> {
         let at = id.at(offset_of!(tmb_member, state_epoch));
         if self.is_promised(id) {
-            // The owner has invited it: a member can't have the slot refused by writing into it.
-            let epoch = self.next_epoch(id, format::epoch_of(self.mem.load_u64(at)?))?;
-            self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?;
-            return Ok(epoch);
+            return self.enter(id);
         }
         for _ in 0..CAS_TRIES {
             let word = self.mem.load_u64(at)?;
@@ -443,6 +490,14 @@ impl Zone {
             }
         }
         Err(self.refuse_id(id, "its slot changes all the time".to_owned()))
+    }
+
+    /// Makes a slot active that is kept for the member: no other member can have it refused by writing into it.
+    fn enter(&self, id: MemberId) -> Result<u32> {
+        let at = id.at(offset_of!(tmb_member, state_epoch));
+        let epoch = self.next_epoch(id, format::epoch_of(self.mem.load_u64(at)?))?;
+        self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch))?;
+        Ok(epoch)
     }
 
     /// Takes a VM's own slot from inside the VM, in a new epoch even if a former process still has it; for a guest whose kernel has no
@@ -543,7 +598,9 @@ impl Zone {
                 dead.push(member.id);
             } else if let Some(owner) = &self.owner {
                 // It has left, or a member wrote that it has.
-                owner.ledger.with(member.id, |entry| entry.tenant.take_if(|tenant| tenant.lived));
+                if owner.ledger.with(member.id, |entry| entry.tenant.take_if(|t| t.lived).is_some()) {
+                    owner.tell(member.id)?;
+                }
             }
         }
         Ok(dead)
@@ -622,6 +679,7 @@ impl Zone {
     fn bury(&self, id: MemberId) -> Result<bool> {
         if let Some(owner) = &self.owner {
             owner.ledger.with(id, |entry| entry.tenant = None);
+            owner.tell(id)?;
         }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
         let died = self.mark_dead(id)?;
@@ -648,7 +706,9 @@ impl Zone {
     fn restore(&self, copy: &Member) -> Result<()> {
         let Some(owner) = &self.owner else { return Ok(()) };
         let id = copy.id;
+        let mut is_new = false;
         let known = owner.ledger.with(id, |entry| {
+            is_new = entry.tenant.is_none();
             let tenant = entry.tenant.get_or_insert_with(|| Tenant {
                 name: copy.name.clone(),
                 role: copy.role,
@@ -661,6 +721,9 @@ impl Zone {
             }
             tenant.clone()
         });
+        if is_new {
+            owner.tell(id)?;
+        }
         let there = member::read(&self.mem, id)?;
         if there.role != known.role {
             let role = known.role.map_or(0, Role::raw);

@@ -12,7 +12,7 @@ use tombolo_zone::doorbell::{Bell, DoorbellServer, Event, wire};
 use tombolo_zone::{MemberId, Rights, Role, Zone, ZoneConfig};
 
 /// Longer than any operation here takes; a test that waits for it has failed.
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(300);
 
 struct Bench {
     zone: Arc<Zone>,
@@ -224,13 +224,10 @@ fn a_flood_of_connections_ends_and_others_are_served() {
     assert!(b_bell.peer() <= 256, "a flood uses up peer ids");
     b_bell.ring(b_bell.peer()).unwrap();
     rings.recv_timeout(LONG).unwrap();
-    while let Ok(event) = bench.events.recv_timeout(Duration::from_secs(1)) {
+    while refused < 300 {
+        let event = bench.events.recv_timeout(LONG).unwrap_or_else(|_| panic!("only {refused} were refused"));
         refused += usize::from(matches!(event, Event::Refused { member, .. } if member == Some(a)));
-        if refused >= 300 {
-            break;
-        }
     }
-    assert!(refused >= 300, "only {refused} were refused");
 }
 
 #[test]

@@ -16,7 +16,7 @@ const SIZE: u64 = 16 << 20;
 /// The counter's offset in the zone (tmbtest.c).
 const COUNTER: u64 = 1 << 20;
 const TIMES: u64 = 2_000_000;
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 const TEST: &str = "/sys/module/tmbtest/parameters";
 
 struct World {

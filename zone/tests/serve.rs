@@ -10,7 +10,7 @@ use tombolo_zone::doorbell::Bell;
 use tombolo_zone::serve::{Server, room::Room, start};
 use tombolo_zone::{Backing, Member, MemberState, Rights, Role, Zone, ZoneConfig};
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 const FOLDER: &str = "TOMBOLO_ZONES_RUN";
 
 /// Runs the rest of the test `name` in a process of its own, whose folder of sockets is a new one.
@@ -110,5 +110,27 @@ fn the_rights_of_an_invitation_change_while_its_vm_does_not_run() {
         until("it is not active", || named(&zone, "a").unwrap().state == MemberState::Active);
         assert_eq!(named(&zone, "a").unwrap().rights, Rights::READ_ONLY);
         assert!(start::invite(&path, "a", Rights::READ_WRITE, none).is_err(), "it runs");
+    });
+}
+
+#[test]
+fn names_in_all_slots_keep_no_invited_vm_from_its_socket_when_a_server_starts() {
+    apart("names_in_all_slots_keep_no_invited_vm_from_its_socket_when_a_server_starts", |dir| {
+        let path = dir.join("zone");
+        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
+        let zone = Zone::create(&config).unwrap();
+        let room = Room::of(zone.uuid()).unwrap();
+        room.make().unwrap();
+        room.invite("web", Rights::READ_WRITE).unwrap();
+        for i in 0..64 {
+            zone.mem().write(4096 + 256 * i + 24, format!("a{i}\0").as_bytes()).unwrap();
+            zone.mem().store_u32(4096 + 256 * i + 12, 1).unwrap();
+            zone.mem().store_u64(4096 + 256 * i, 1).unwrap();
+        }
+        assert_eq!(zone.members().unwrap().iter().filter(|m| m.role == Some(Role::Vm)).count(), 64);
+        drop(zone);
+        let server = Server::start(&path);
+        assert!(room.socket("web").exists());
+        drop(server);
     });
 }

@@ -378,3 +378,44 @@ fn a_zone_whose_file_is_cut_short_is_lost_and_its_owner_lives() {
     other.beat().unwrap();
     assert!(!other.is_lost());
 }
+
+#[test]
+fn members_that_write_invited_into_all_slots_keep_no_process_of_the_host_out_and_give_it_no_kept_slot() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    const INVITED: u64 = 1;
+    let kept = zone.invite("vm", Role::Vm, Rights::READ_WRITE).unwrap();
+    let other = Zone::open(&path, true).unwrap();
+    (0..64).filter(|&slot| slot != kept.index()).for_each(|slot| store(&zone, slot, INVITED, 3));
+    // It is the process's own, says the slot of a VM that has not come yet.
+    zone.mem().write(4096 + 256 * u64::from(kept.index()) + 24, b"mount\0").unwrap();
+    let (id, liveness) = other.claim("mount", Role::Host, Rights::READ_WRITE).unwrap();
+    assert_ne!(id, kept);
+    for state in 0..=255 {
+        store(&zone, id.index(), state, LAST);
+    }
+    let joined = other.join_claimed(id, liveness).unwrap();
+    let member = other.member(id).unwrap();
+    assert_eq!((member.state, member.epoch), (MemberState::Active, joined.epoch()));
+    // All others but the kept one can be had, too.
+    let claimed: Vec<_> =
+        (0..62).map(|n| other.claim(&format!("m{n}"), Role::Host, Rights::READ_WRITE).unwrap()).collect();
+    let full = other.claim("one more", Role::Host, Rights::READ_WRITE).unwrap_err().to_string();
+    assert!(full.contains("all 64 slots are taken"), "{full}");
+    assert!(claimed.iter().all(|(id, _)| *id != kept));
+    zone.hold(kept).unwrap();
+}
+
+#[test]
+fn invitations_of_a_zone_whose_owner_tells_of_no_slots_are_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    drop(zone);
+    let zone = Zone::open(&path, true).unwrap();
+    for n in 0..64 {
+        zone.invite(&format!("vm{n}"), Role::Vm, Rights::READ_WRITE).unwrap();
+    }
+    let full = zone.claim("mount", Role::Host, Rights::READ_WRITE).unwrap_err().to_string();
+    assert!(full.contains("all 64 slots are taken"), "{full}");
+    assert!(zone.invite("vm7", Role::Vm, Rights::READ_ONLY).is_ok(), "its own");
+}

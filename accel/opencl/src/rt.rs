@@ -5,6 +5,7 @@ use crate::state::{Body, Device, Event};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
@@ -168,7 +169,9 @@ extern "C" fn write_trace() {
         std::process::id(),
         rows.join(",")
     );
-    let file = std::fs::File::options().append(true).create(true).open(&path);
+    // The file goes with the 'trace' that made it; what another user puts in its place afterwards is not written to.
+    let file =
+        std::fs::File::options().append(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&path);
     if let Err(e) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
         say!("tombolo: TOMBOLO_ACCEL_TRACE={}: {e}", Path::new(&path).display());
     }

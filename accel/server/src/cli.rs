@@ -4,6 +4,7 @@
 use crate::control::{self, Listing, Request};
 use crate::limits::Limits;
 use crate::supervisor::{self, Config};
+use crate::wall::Wall;
 use crate::{trace, vm};
 use anyhow::Context;
 use std::path::{Path, PathBuf};
@@ -61,6 +62,9 @@ pub enum Command {
         /// How it is confined, as JSON
         #[arg(long)]
         wall: Option<String>,
+        /// The folder for its driver's files, if it is not confined
+        #[arg(long)]
+        scratch: Option<PathBuf>,
         /// Serve no client: only try whether this process can be confined
         #[arg(long)]
         trial: bool,
@@ -251,13 +255,13 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             control::ask::<()>(&control, &Request::Vm(guest(&file)?))?;
         }
         Command::Trace { server, program } => return trace::run(&program, server.as_deref(), json),
-        Command::Worker { limits, place, wall, trial } => {
-            let wall = wall.map(|w| serde_json::from_str(&w)).transpose()?;
+        Command::Worker { limits, place, wall, scratch, trial } => {
+            let wall: Option<Wall> = wall.map(|w| serde_json::from_str(&w)).transpose()?;
             if trial {
-                return Ok(crate::worker::trial(wall));
+                return Ok(crate::worker::trial(&wall.context("--wall")?));
             }
             let place = place.map(|p| serde_json::from_str(&p)).transpose()?;
-            crate::worker::run(&serde_json::from_str(&limits)?, place, wall)?;
+            crate::worker::run(&serde_json::from_str(&limits)?, place, wall, scratch)?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -5,7 +5,8 @@
 //! one furthest behind by more than a quantum is stopped (SIGSTOP) until that one has caught up. What counts is the processor time of a
 //! worker as the kernel knows it, so a worker can't lie about it, and needs to do nothing for it. The processes of a VM count together.
 //!
-//! A tenant that has not run for a while is not behind: it saves nothing up. When processors idle while a tenant is stopped, all may run,
+//! A tenant that has not run for a while is not behind: it saves nothing up. One that is ready to run and waits for a processor, which the
+//! host's other processes have, has not stopped working: it keeps what it is owed. When processors idle while a tenant is stopped, all may run,
 //! for longer each time.
 //!
 //! The server looks at no tenant while there are fewer than two, and rarely while fewer than two of them run.
@@ -46,7 +47,7 @@ struct Share {
     cpu: Duration,
     /// Seconds that it has had at full weight, or would have had, had it not been quiet.
     spent: f64,
-    /// The time at which it was last seen to run.
+    /// The time at which it was last seen to run, or to be ready to.
     ran: Option<Duration>,
     held: bool,
 }
@@ -100,10 +101,18 @@ impl Window {
 }
 
 impl Divider {
-    /// Looks at what all tenants have used at `now`, and how long processors have been `idle` in all, both since some beginning. Says how long
-    /// to wait before the next look; [`Divider::holds`] says who may not run until then.
-    pub fn look(&mut self, now: Duration, used: &BTreeMap<String, Used>, idle: Duration) -> Duration {
-        let since = now.saturating_sub(std::mem::replace(&mut self.last, now));
+    /// Looks at what all tenants have used at `now`, and how long processors have been `idle` in all, both since some beginning. `is_ready` tells of a tenant whether it has a
+    /// processor or waits for one; it is asked only for those that ran lately, but not since the last look. Says how long to wait before the next look; [`Divider::holds`] says who may
+    /// not run until then.
+    pub fn look(
+        &mut self,
+        now: Duration,
+        used: &BTreeMap<String, Used>,
+        idle: Duration,
+        is_ready: impl Fn(&str) -> bool,
+    ) -> Duration {
+        let last = std::mem::replace(&mut self.last, now);
+        let since = now.saturating_sub(last);
         self.shares.retain(|name, _| used.contains_key(name));
         for (name, used) in used {
             let share = self
@@ -113,7 +122,7 @@ impl Divider {
             // Less than before: one of a VM's processes has ended.
             let ran = used.cpu.saturating_sub(std::mem::replace(&mut share.cpu, used.cpu));
             share.spent += ran.as_secs_f64() * FULL_WEIGHT / f64::from(used.weight.max(1));
-            if ran > since / 50 {
+            if ran > since / 50 || (!share.held && share.active(last) && is_ready(name)) {
                 share.ran = Some(now);
             }
         }
@@ -223,7 +232,8 @@ mod tests {
                         (i.to_string(), Used { weight: t.weight, cpu: Duration::from_secs_f64(t.cpu) })
                     })
                     .collect();
-                let next = self.divider.look(self.now, &used, Duration::from_secs_f64(self.idle));
+                let idle = Duration::from_secs_f64(self.idle);
+                let next = self.divider.look(self.now, &used, idle, |_| false);
                 let runs =
                     |i: usize, t: &Tenant| t.works && t.threads > 0.0 && !self.divider.holds(&i.to_string());
                 let threads: f64 = self
@@ -264,6 +274,27 @@ mod tests {
         host.run(SECOND);
         let (got, _) = host.run(4 * SECOND);
         assert!((got[0] / got[1] - 4.0).abs() < 0.2, "{got:?}");
+    }
+
+    #[test]
+    fn tenants_that_wait_for_others_of_the_host_are_owed_their_shares() {
+        // Each gets a processor for some of 200 milliseconds, the second for a third of the first's time, when the first's turn is over.
+        let turns: [(&str, u64, u64); 2] = [("0", 0, 30), ("1", 100, 10)];
+        let (mut divider, mut next, mut got) = (Divider::default(), Duration::ZERO, [0; 2]);
+        for now in 0..20_000 {
+            let at = Duration::from_millis(now);
+            if at >= next {
+                let used = |ms: u64| Used { weight: 100, cpu: Duration::from_millis(ms) };
+                let used = turns.iter().zip(got).map(|((name, ..), ms)| ((*name).to_owned(), used(ms)));
+                next = at + divider.look(at, &used.collect(), Duration::ZERO, |_| true);
+            }
+            for ((name, begin, time), got) in turns.iter().zip(&mut got) {
+                let has_turn = (*begin..begin + time).contains(&(now % 200));
+                *got += u64::from(has_turn && !divider.holds(name));
+            }
+        }
+        let [first, second] = got;
+        assert!(first.abs_diff(second) * 10 < second, "{got:?}");
     }
 
     #[test]

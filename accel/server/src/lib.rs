@@ -15,7 +15,7 @@
 //! - [`owner`]: the same where the server runs in a VM itself.
 //! - [`workers`]: starts workers, and looks after them.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
-//! - [`wall`]: what a worker is kept from, and by what.
+//! - [`wall`]: what a worker is kept from, and by what. [`scratch`]: folders for the drivers of unconfined workers.
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
 //! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
 //! - [`limits`]: what a client may use.
@@ -32,6 +32,7 @@ pub mod listen;
 pub mod metrics;
 pub mod opencl;
 pub mod owner;
+pub mod scratch;
 pub mod session;
 pub mod signals;
 pub mod supervisor;

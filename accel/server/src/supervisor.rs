@@ -6,6 +6,7 @@ use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
 use crate::metrics;
+use crate::scratch;
 use crate::signals;
 use crate::tenants::{Full, Guest, Tenants};
 use crate::vm;
@@ -130,6 +131,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     }
     raise_descriptors();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
+    scratch::remove_left();
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;
     if let Some(cgroup) = confinement.cgroup().cloned() {
         signals::before_the_end(move || cgroup.end()).context("signals")?;

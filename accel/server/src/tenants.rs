@@ -5,7 +5,7 @@ use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
 use crate::limits::Limits;
 use crate::listen::Peer;
-use crate::wall::census::Census;
+use crate::wall::census::{self, Census};
 use crate::workers::{Confinement, Origin};
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -50,6 +50,13 @@ impl Tenant {
         // One that has ended has used what it had.
         self.used = divide::cpu(pid).map_or(self.used, |own| own + started).max(self.used);
         self.used
+    }
+
+    /// Returns whether its worker, or a process that this started, has a processor or waits for one.
+    fn is_ready_to_run(&self, pid: u32) -> bool {
+        let task = std::fs::File::open(format!("/proc/{pid}/task"));
+        task.is_ok_and(|task| census::is_ready_to_run(&task.into()))
+            || self.census.as_ref().is_some_and(Census::is_ready_to_run)
     }
 
     fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
@@ -188,7 +195,11 @@ impl Inner {
 
     /// Stops the tenants that are ahead and lets the others run. Returns the time until the next look.
     fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
-        let rest = divider.look(now, &self.used(), divide::idle());
+        let used = self.used();
+        let by_pid = &self.by_pid;
+        let is_ready =
+            |name: &str| by_pid.iter().any(|(pid, t)| t.group(*pid) == name && t.is_ready_to_run(*pid));
+        let rest = divider.look(now, &used, divide::idle(), is_ready);
         for (pid, tenant) in &mut self.by_pid {
             let runs = !divider.holds(&tenant.group(*pid));
             tenant.may_run(runs);

@@ -5,8 +5,6 @@
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
-use std::fs::OpenOptions;
-use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode};
 
 /// One function of a process.
@@ -53,18 +51,16 @@ pub fn table(process: &Process) -> String {
 /// Runs a program and says what its calls cost, on the standard error (with `json`, on the standard output); its exit code.
 pub fn run(program: &[String], server: Option<&str>, json: bool) -> anyhow::Result<ExitCode> {
     let Some((name, arguments)) = program.split_first() else { bail!("which program?") };
-    let file = std::env::temp_dir().join(format!("tombolo-trace-{}", std::process::id()));
-    // Another user may have made a file or a link of this name, which must not be written to.
-    let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file);
-    drop(made.with_context(|| file.display().to_string())?);
+    // A new file with a name that no other user can make a file or a link of before.
+    let file = tempfile::Builder::new().prefix("tombolo-trace-").tempfile();
+    let file = file.with_context(|| format!("a file in {}", std::env::temp_dir().display()))?;
     let mut command = Command::new(name);
-    command.args(arguments).env("TOMBOLO_ACCEL_TRACE", &file);
+    command.args(arguments).env("TOMBOLO_ACCEL_TRACE", file.path());
     if let Some(server) = server {
         command.env("TOMBOLO_ACCEL", server);
     }
     let status = command.status().with_context(|| format!("{name} can't be run"));
-    let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string());
-    std::fs::remove_file(&file).with_context(|| file.display().to_string())?;
+    let text = std::fs::read_to_string(file.path()).with_context(|| file.path().display().to_string());
     let (status, text) = (status?, text?);
     let processes = text
         .lines()

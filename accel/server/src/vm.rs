@@ -8,16 +8,17 @@
 use crate::account::{Account, Files};
 use crate::limits::Limits;
 use crate::owner;
+use crate::scratch;
 use crate::tenants::Tenants;
 use crate::wall::cgroup::Group;
 use crate::workers::{self, Caller, Confinement, Origin, Place};
 use anyhow::{Context, bail};
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{DirBuilder, File};
 use std::io::Write;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -114,12 +115,20 @@ pub trait Side: Send {
     fn gone(&self) {}
 }
 
+/// A VM whose zone this server keeps.
+struct Kept {
+    member: MemberId,
+    _doorbells: DoorbellServer,
+    /// The VM's folder.
+    _lock: File,
+}
+
 /// The side of a server on the host, which is a member of the zone itself, with a doorbell.
 struct HostSide {
     name: String,
     zone: Arc<Zone>,
     /// The VM, where this server keeps the zone.
-    kept: Option<(MemberId, DoorbellServer)>,
+    kept: Option<Kept>,
     bell: Bell,
     own: Membership,
 }
@@ -157,7 +166,7 @@ impl Side for HostSide {
 
     fn gone(&self) {
         let kept = self.kept.as_ref();
-        if let Some(Err(e)) = kept.map(|(member, _)| self.zone.declare_dead(*member)) {
+        if let Some(Err(e)) = kept.map(|kept| self.zone.declare_dead(kept.member)) {
             say!("tombolo accel: {}: {e}", self.name);
         }
     }
@@ -192,10 +201,11 @@ fn remove_old(path: &Path) -> anyhow::Result<()> {
     std::fs::remove_file(path).with_context(|| path.display().to_string())
 }
 
-/// Makes a VM's folder if it is missing, and refuses one in which others could put another zone or socket in the place of the VM's: the folders where zones lie
-/// are open to all users (`/dev/shm`), who may have made this one first.
-fn own_folder(folder: &Path) -> anyhow::Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+/// Makes a VM's folder if it is missing, and locks it for this server. Refuses one in which others could put another zone or socket in the place of the VM's: the folders
+/// where zones lie are open to all users (`/dev/shm`), who may have made this one first.
+fn own_folder(folder: &Path) -> anyhow::Result<File> {
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.with_context(|| folder.display().to_string())?;
     // SAFETY: takes nothing.
     let own = unsafe { libc::geteuid() };
     // The folder, and where the path is a link, the link.
@@ -209,7 +219,11 @@ fn own_folder(folder: &Path) -> anyhow::Result<()> {
             );
         }
     }
-    Ok(())
+    let opened = File::open(folder).with_context(|| folder.display().to_string())?;
+    if !scratch::lock(&opened).with_context(|| format!("{}: locking it", folder.display()))? {
+        bail!("{}: another server serves this VM; end it, or choose another folder", folder.display());
+    }
+    Ok(opened)
 }
 
 impl Vm {
@@ -219,7 +233,7 @@ impl Vm {
         let Some(name) = folder.file_name().and_then(|n| n.to_str()).filter(|n| n.len() < 32) else {
             bail!("{}: the folder's name names the zone: less than 32 bytes", folder.display());
         };
-        own_folder(folder)?;
+        let lock = own_folder(folder)?;
         let path = folder.join("zone");
         remove_old(&path)?;
         let size = Area::zone_bytes(config.channels, config.limits.window);
@@ -230,7 +244,7 @@ impl Vm {
         // The events have no reader: the server's own doorbell rings when the VM comes and goes.
         let (doorbells, _) = DoorbellServer::start(zone.clone())?;
         doorbells.listen(member, folder.join("bell"))?;
-        let kept = Some((member, doorbells));
+        let kept = Some(Kept { member, _doorbells: doorbells, _lock: lock });
         let vm = Vm::enter(name, zone, kept, config.channels, config.limits.clone(), confinement)?;
         say!(
             "tombolo accel: VM {name}: -object memory-backend-file,id=calls,mem-path={zone},size={size},share=on -device virtio-pmem-pci,memdev=calls \
@@ -259,14 +273,15 @@ impl Vm {
     fn enter(
         name: &str,
         zone: Arc<Zone>,
-        kept: Option<(MemberId, DoorbellServer)>,
+        kept: Option<Kept>,
         channels: u32,
         limits: Limits,
         confinement: &Confinement,
     ) -> anyhow::Result<Vm> {
         let geometry = Geometry { ring: RING, window: limits.window };
         Vm::with(name, limits, channels, confinement, |look| {
-            let own = zone.join(zone.invite(MEMBER, Role::Host, Rights::READ_WRITE)?)?;
+            let (id, liveness) = zone.claim(MEMBER, Role::Host, Rights::READ_WRITE)?;
+            let own = zone.join_claimed(id, liveness)?;
             let bell = Bell::enter_and_watch(&zone, own.id(), look)?
                 .context("no process serves its zone's doorbells")?;
             let place = zone.area(AreaType::Calls, None)?;
@@ -459,7 +474,11 @@ mod tests {
     fn a_folder_that_others_can_change_gets_no_zone() {
         let above = tempfile::tempdir().expect("a folder");
         let (fresh, open) = (above.path().join("a/vm"), above.path().join("open"));
-        own_folder(&fresh).expect("made");
+        let lock = own_folder(&fresh).expect("made");
+        assert_eq!(fresh.metadata().expect("it is there").mode() & 0o7777, 0o700);
+        let why = own_folder(&fresh).expect_err("another server's").to_string();
+        assert!(why.contains("another server serves this VM"), "{why}");
+        drop(lock);
         own_folder(&fresh).expect("this user's own");
         std::fs::create_dir(&open).expect("a folder");
         std::fs::set_permissions(&open, PermissionsExt::from_mode(0o777)).expect("its mode");

@@ -6,6 +6,7 @@ use crate::account::Account;
 use crate::figures::Figures;
 use crate::limits::{Bucket, Limits};
 use crate::opencl::{Device, OpenCl};
+use crate::scratch;
 use crate::session::Session;
 use crate::wall::calls::Again;
 use crate::wall::{self, Wall};
@@ -14,7 +15,7 @@ use anyhow::{Context, bail};
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use tombolo_accel_spec::opencl as wire;
@@ -104,11 +105,16 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
 }
 
 /// Serves the client whose socket, or whose channel in a VM's zone, was passed.
-pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow::Result<()> {
+pub fn run(
+    limits: &Limits,
+    place: Option<Place>,
+    wall: Option<Wall>,
+    scratch: Option<PathBuf>,
+) -> anyhow::Result<()> {
     // It was started by a name that only this process understands (/proc/self/exe).
     // SAFETY: the name ends with a zero.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"accel-worker".as_ptr()) };
-    let scratch = enter(wall.as_ref())?;
+    enter(wall.as_ref(), scratch)?;
     // A panic in any thread ends this client's worker: no thread works on with a half-changed value.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -150,73 +156,51 @@ pub fn run(limits: &Limits, place: Option<Place>, wall: Option<Wall>) -> anyhow:
         Error::Closed => {}
         why => say!("tombolo accel: client {}: {why}", hello.name),
     }
-    drop(scratch);
     // The process ends here; the kernel takes back its memory and devices. Running the driver's own exit handlers with
     // threads still inside of it would only risk a hang.
     // SAFETY: ends the process.
     unsafe { libc::_exit(0) }
 }
 
-/// A folder where the driver compiles kernels, which ends with this value.
-enum Scratch {
-    /// In the worker's own file system, which ends with the worker.
-    View,
-    /// Removed when dropped.
-    Folder(tempfile::TempDir),
-    /// One that the user named; it stays.
-    Given(PathBuf),
+/// Clients share the compiled kernels there, which only clients that trust each other should. A confined worker does not see it.
+fn shared_cache() -> Option<PathBuf> {
+    std::env::var_os("POCL_CACHE_DIR").map(PathBuf::from)
 }
 
-impl Scratch {
-    /// Without a file system of its own. With a cache folder given (POCL_CACHE_DIR), that is it: clients
-    /// then share compiled kernels, which only clients that trust each other should.
-    fn outside() -> anyhow::Result<Scratch> {
-        match std::env::var_os("POCL_CACHE_DIR") {
-            Some(given) => Ok(Scratch::Given(given.into())),
-            None => {
-                let folder = tempfile::Builder::new().prefix("tombolo-accel-").tempdir();
-                Ok(Scratch::Folder(folder.context("a folder for kernels that are compiled")?))
-            }
-        }
-    }
+/// The folder for the driver of a process without a file system of its own; `None`: the user named one that stays.
+pub fn scratch() -> anyhow::Result<Option<scratch::Folder>> {
+    shared_cache().is_none().then(scratch::Folder::new).transpose()
+}
 
-    /// Lets this process's libraries write there.
-    fn announce(&self) {
-        let (path, names): (_, &[&str]) = match self {
-            // There is no other folder.
-            Scratch::View => (wall::scratch(), &["POCL_CACHE_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"]),
-            Scratch::Folder(folder) => (folder.path().to_owned(), &["POCL_CACHE_DIR", "TMPDIR"]),
-            Scratch::Given(path) => (path.clone(), &["POCL_CACHE_DIR", "TMPDIR"]),
-        };
-        for name in names {
-            // SAFETY: this process has one thread yet.
-            unsafe { std::env::set_var(name, &path) };
-        }
+/// Lets this process's libraries write there. For a process that has one thread.
+fn announce(scratch: &Path, names: &[&str]) {
+    for name in names {
+        // SAFETY: this process has one thread yet.
+        unsafe { std::env::set_var(name, scratch) };
     }
 }
 
-/// Gives up what this worker doesn't need, as far as its supervisor says. For a process that has one thread.
-fn enter(wall: Option<&Wall>) -> anyhow::Result<Scratch> {
-    let scratch = match wall {
-        Some(wall) => {
-            // By the host's, with which it began, the node's owner could change its mode for all users.
-            let null = wall.enter()?;
-            rustix::stdio::dup2_stdin(&null).context("standard input")?;
-            rustix::stdio::dup2_stdout(&null).context("standard output")?;
-            Scratch::View
-        }
-        None => {
-            wall::enter_unconfined()?;
-            Scratch::outside()?
-        }
+/// Gives up what this worker doesn't need, as far as its supervisor says. `scratch`: the folder of one without a file system of its own. For a process
+/// that has one thread.
+fn enter(wall: Option<&Wall>, scratch: Option<PathBuf>) -> anyhow::Result<()> {
+    let Some(wall) = wall else {
+        wall::enter_unconfined()?;
+        let folder = scratch.or_else(shared_cache).context("no folder for the driver's files was named")?;
+        announce(&folder, &["POCL_CACHE_DIR", "TMPDIR"]);
+        return Ok(());
     };
-    scratch.announce();
-    Ok(scratch)
+    // By the host's, with which it began, the node's owner could change its mode for all users.
+    let null = wall.enter()?;
+    rustix::stdio::dup2_stdin(&null).context("standard input")?;
+    rustix::stdio::dup2_stdout(&null).context("standard output")?;
+    // There is no other folder.
+    announce(&wall::scratch(), &["POCL_CACHE_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"]);
+    Ok(())
 }
 
 /// Tries whether a worker can be confined so, and prints the reason if it can't.
-pub fn trial(wall: Option<Wall>) -> ExitCode {
-    match enter(wall.as_ref()).and_then(|_scratch| wall::calls::filter(Again::inside(0..0), None)) {
+pub fn trial(wall: &Wall) -> ExitCode {
+    match enter(Some(wall), None).and_then(|()| wall::calls::filter(Again::inside(0..0), None)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             say!("{e:#}");
@@ -227,8 +211,9 @@ pub fn trial(wall: Option<Wall>) -> ExitCode {
 
 /// The devices of this machine, as a worker has them. For a process that has one thread yet and ends soon.
 pub fn devices() -> anyhow::Result<Vec<Device>> {
-    let scratch = Scratch::outside()?;
-    scratch.announce();
+    let scratch = scratch()?;
+    let folder = scratch.as_ref().map(|own| own.path().to_owned()).or_else(shared_cache);
+    announce(&folder.unwrap_or_default(), &["POCL_CACHE_DIR", "TMPDIR"]);
     // SAFETY: this process has one thread yet.
     unsafe { std::env::set_var(NATIVE, "1") };
     let found = OpenCl::load(Limits::default(), None).map_err(anyhow::Error::msg).map(|cl| cl.devices());

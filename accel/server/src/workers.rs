@@ -10,9 +10,11 @@ use crate::wall::cgroup::{self, Delegated, Group};
 use crate::wall::identity::Identity;
 use crate::wall::limits::WORKING;
 use crate::wall::spawn::{self, Process, Start};
+use crate::{scratch, worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::fs::OFlags;
 use rustix::pipe::PipeFlags;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -69,6 +71,8 @@ struct Begun {
     said: OwnedFd,
     /// The worker's control group, which goes when this is dropped.
     _group: Option<Group>,
+    /// The folder of its driver, which goes when this is dropped.
+    _scratch: Option<scratch::Folder>,
 }
 
 impl Confinement {
@@ -109,7 +113,8 @@ impl Confinement {
     }
 
     fn try_it(&self) -> anyhow::Result<()> {
-        let Begun { process, said, _group } = self.spawn(&["--trial"], &[], &Limits::default(), None)?;
+        let Begun { process, said, _group, _scratch } =
+            self.spawn(&["--trial"], &[], &Limits::default(), None)?;
         let mut words = String::new();
         File::from(said).take(MOST_SAID as u64).read_to_string(&mut words).context("what it says")?;
         if process.wait()? { Ok(()) } else { Err(anyhow!("{}", words.trim())) }
@@ -132,17 +137,22 @@ impl Confinement {
         let group = group.transpose().context("a cgroup")?;
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
         let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
-        let mut arguments: Vec<String> =
-            worker_arguments().into_iter().chain(arguments.iter().map(|a| (*a).to_owned())).collect();
+        let mut arguments: Vec<OsString> =
+            worker_arguments().into_iter().chain(arguments.iter().map(Into::into)).collect();
         if let Some(wall) = &wall {
-            arguments.extend(["--wall".into(), serde_json::to_string(wall)?]);
+            arguments.extend(["--wall".into(), serde_json::to_string(wall)?.into()]);
+        }
+        // This process removes it also where it has to kill the worker.
+        let scratch = if wall.is_none() { worker::scratch()? } else { None };
+        if let Some(scratch) = &scratch {
+            arguments.extend(["--scratch".into(), scratch.path().into()]);
         }
         // Its standard input is not ours: that may be a socket that commands come in by.
         let standard = [null.as_fd(), null.as_fd(), says.as_fd()];
         let descriptors: Vec<BorrowedFd<'_>> = standard.into_iter().chain(fds.iter().copied()).collect();
         let process = spawn::spawn(&Start {
             arguments,
-            variables: &[(crate::worker::NATIVE, "1")],
+            variables: &[(worker::NATIVE, "1")],
             descriptors: &descriptors,
             nice: limits.nice(),
             namespaces: wall.as_ref().map_or(0, Wall::namespaces),
@@ -153,7 +163,7 @@ impl Confinement {
              (CONFIG_USER_NS, CONFIG_PID_NS, CONFIG_NET_NS; for a server that is not root also sysctl user.max_user_namespaces \
              and kernel.unprivileged_userns_clone; in a container its own rules)",
         )?;
-        Ok(Begun { process, said, _group: group })
+        Ok(Begun { process, said, _group: group, _scratch: scratch })
     }
 }
 
@@ -283,7 +293,7 @@ pub fn start(
             [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
         let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let begun = confinement.spawn(&words, &passed, &limits, within.as_deref());
-        let Begun { process, said, _group } = match begun {
+        let Begun { process, said, _group, _scratch } = match begun {
             Ok(begun) => begun,
             Err(e) => return drop(told.send(Err(e))),
         };
@@ -311,8 +321,8 @@ pub fn start(
 }
 
 /// The words that make this program a worker: as `tombolo accel worker` or as `tombolo-accel worker`.
-fn worker_arguments() -> Vec<String> {
+fn worker_arguments() -> Vec<OsString> {
     let alone = std::env::args().nth(1).is_some_and(|a| a != "accel");
     let words: &[&str] = if alone { &["tombolo", "worker"] } else { &["tombolo", "accel", "worker"] };
-    words.iter().map(|w| (*w).to_owned()).collect()
+    words.iter().map(Into::into).collect()
 }

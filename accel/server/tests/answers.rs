@@ -3,11 +3,11 @@
 
 mod rig;
 
-use rig::{Server, compiled, folder, native, run};
+use rig::{Server, TIMEOUT, compiled, folder, native, run};
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_accel_spec::wire::{Encoder, Record, Request, WANTS_REPLY};
@@ -108,7 +108,7 @@ fn a_worker_ends_with_its_client_though_a_child_of_that_lives_on() {
         assert!(client.wait().expect("it ends").success());
         let begun = Instant::now();
         while !server.ls()[0].tenants.is_empty() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "the worker outlives its client");
+            assert!(begun.elapsed() < TIMEOUT, "the worker outlives its client");
         }
         drop(child_lives);
     }
@@ -204,7 +204,7 @@ fn a_client_that_reads_nothing_over_tcp_costs_no_more_memory_than_its_window() {
         if tenant.waits >= 2 {
             break tenant;
         }
-        assert!(begun.elapsed() < Duration::from_secs(60), "{tenant:?}");
+        assert!(begun.elapsed() < TIMEOUT, "{tenant:?}");
     };
     // The buffer, the window as far as it was used, the driver and its compiler: not the two gigabytes that were read.
     let resident = resident(tenant.pid);
@@ -226,7 +226,7 @@ fn a_server_that_finds_no_driver_says_where_it_looked() {
     // A worker's lines are in the log by the time that it is off the list.
     let begun = Instant::now();
     while !server.ls()[0].tenants.is_empty() {
-        assert!(begun.elapsed() < Duration::from_secs(30), "the worker of a client that left");
+        assert!(begun.elapsed() < TIMEOUT, "the worker of a client that left");
     }
     let log = server.end();
     let (why, place) = ("no OpenCL platform", vendors.display().to_string());

@@ -5,6 +5,7 @@ mod rig;
 
 use rig::{Server, folder};
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -16,7 +17,7 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::send;
 
 /// Longer than anything here takes.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(300);
 /// Bytes that a server may have more for as many clients as came before: its allocator's fragments. A page for each client would be more.
 const FRAGMENTS: u64 = 256 << 10;
 
@@ -162,4 +163,55 @@ fn clients_that_come_and_go_however_leave_no_memory_descriptor_thread_group_or_f
     assert!(got <= had + FRAGMENTS, "{had} bytes, then {got}");
     server.end();
     std::fs::remove_dir(&scratch).expect("it is empty");
+}
+
+/// A server whose drivers write to folders in `scratch`.
+fn unconfined(name: &str, scratch: &Path) -> Server {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+    command.env_remove("OCL_ICD_VENDORS").env_remove("POCL_CACHE_DIR").env("TMPDIR", scratch);
+    Server::run(command, name, &["--unconfined"])
+}
+
+#[test]
+fn the_folder_of_an_unconfined_worker_goes_with_it_or_with_the_next_server_and_a_living_ones_stays() {
+    let above = tempfile::tempdir().expect("a folder");
+    let scratch = above.path();
+    let wait_for = |count: usize| {
+        let begun = Instant::now();
+        while entries(scratch).len() != count {
+            assert!(begun.elapsed() < TIMEOUT, "{:?}", entries(scratch));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let ping = |client: &Connection| client.call(&Ping {}, |_, _| ()).expect("an answer");
+    let living = unconfined("living", scratch);
+    let stays = living.client();
+    ping(&stays);
+    let of_living = entries(scratch);
+    assert_eq!(of_living.len(), 1);
+    let mode = std::fs::metadata(scratch.join(&of_living[0])).expect("it is there").mode() & 0o7777;
+    assert_eq!(mode, 0o700);
+    let killed = unconfined("killed", scratch);
+    ping(&killed.client());
+    wait_for(1);
+    let client = killed.client();
+    ping(&client);
+    let workers = children(killed.child.id());
+    wait_for(2);
+    killed.end();
+    // The kernel kills its worker, which would write to its folder until then.
+    workers.iter().for_each(|worker| {
+        let lives = || std::fs::read_to_string(format!("/proc/{worker}/stat")).unwrap_or_default();
+        while lives().rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X'])) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+    assert_eq!(entries(scratch).len(), 2);
+    let next = unconfined("next", scratch);
+    assert_eq!(entries(scratch), of_living);
+    ping(&stays);
+    next.end();
+    children(living.child.id()).into_iter().for_each(kill);
+    wait_for(0);
+    living.end();
 }

@@ -15,7 +15,7 @@ use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, Link, stream};
 
 /// Longer than anything here takes.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();

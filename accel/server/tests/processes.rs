@@ -3,7 +3,7 @@
 
 mod rig;
 
-use rig::{Server, compiled, folder, library, native, run};
+use rig::{Server, TIMEOUT, compiled, folder, library, native, run};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -183,7 +183,7 @@ fn ls_tells_who_is_served_and_what_each_uses() {
     drop(idle);
     let begun = Instant::now();
     while server.ls()[0].tenants.len() != 1 {
-        assert!(begun.elapsed() < Duration::from_secs(30), "a client that left is still listed");
+        assert!(begun.elapsed() < TIMEOUT, "a client that left is still listed");
     }
     server.end();
 }
@@ -194,18 +194,24 @@ fn a_client_beyond_its_rate_waits_for_its_turn_and_no_other_does() {
     let server =
         Server::start("rate", &["--rate", "100", "--listen", &format!("unix:{},rate=0", free.display())]);
     let slow = server.client();
+    let held = |name: &str| {
+        let tenants = server.ls().remove(0).tenants;
+        tenants.iter().find(|t| t.name == name).expect("listed").held_seconds
+    };
+    // On a busy machine it may wait so long for a processor between two requests that none is beyond its rate; so until one is.
     let begun = Instant::now();
-    (0..40).for_each(|_| ping(&slow));
-    // A tenth of a second's worth is there at once.
-    assert!(begun.elapsed() > Duration::from_millis(280), "{:?}", begun.elapsed());
+    while held("test") == 0.0 {
+        assert!(begun.elapsed() < TIMEOUT, "a client beyond its rate is never held");
+        let begun = Instant::now();
+        (0..40).for_each(|_| slow.post(&Ping {}).expect("sent"));
+        ping(&slow);
+        // A tenth of a second's worth is there at once.
+        assert!(begun.elapsed() > Duration::from_millis(280), "{:?}", begun.elapsed());
+    }
     let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "free".into() };
     let fast = Connection::new(process::connect(&free, &hello).expect("connects")).expect("a connection");
     (0..40).for_each(|_| ping(&fast));
-    let tenants = server.ls().remove(0).tenants;
-    let held = |name: &str| tenants.iter().find(|t| t.name == name).expect("listed").held_seconds;
-    // On a busy machine it also waits for other reasons, for which it is not held back.
-    assert!(held("test") > 0.0, "{tenants:?}");
-    assert_eq!(held("free"), 0.0, "{tenants:?}");
+    assert_eq!(held("free"), 0.0);
     server.end();
 }
 
@@ -265,7 +271,7 @@ fn two_hundred_clients_at_once_however_they_behave_leave_nothing() {
     });
     let begun = Instant::now();
     while !server.ls()[0].tenants.is_empty() {
-        assert!(begun.elapsed() < Duration::from_secs(120), "clients that left are still served");
+        assert!(begun.elapsed() < TIMEOUT, "clients that left are still served");
         std::thread::sleep(Duration::from_millis(20));
     }
     ping(&server.client());
@@ -374,6 +380,34 @@ fn trace_tells_calls_and_waits_per_function_and_passes_the_programs_output_and_c
     let none = trace(false, &["true"]);
     assert!(String::from_utf8_lossy(&none.stderr).contains("sent nothing to an accelerator server"));
     server.end();
+}
+
+#[test]
+fn trace_writes_to_no_file_or_link_that_is_there_already() {
+    let server = Server::start("link", &[]);
+    let above = folder().join(format!("link-{}", std::process::id()));
+    std::fs::create_dir(&above).expect("a folder");
+    let theirs = above.join("theirs");
+    std::fs::write(&theirs, "as it was").expect("written");
+    let trace = "ln -s theirs tombolo-trace-$$; exec \"$0\" trace -- clinfo -l";
+    let mut command = server.program(Path::new("sh"));
+    command
+        .args(["-c", trace, env!("CARGO_BIN_EXE_tombolo-accel")])
+        .env("TMPDIR", &above)
+        .current_dir(&above);
+    let err = String::from_utf8_lossy(&run(&mut command).stderr).into_owned();
+    assert!(err.contains("snapshot "), "{err}");
+    // A process that ends after its 'trace' may find anything there.
+    let link = above.join("link");
+    std::os::unix::fs::symlink(&theirs, &link).expect("a link");
+    for path in [&link, &above.join("none")] {
+        run(server.program(Path::new("clinfo")).arg("-l").env("TOMBOLO_ACCEL_TRACE", path));
+    }
+    assert_eq!(std::fs::read_to_string(&theirs).expect("it is there"), "as it was");
+    let left = std::fs::read_dir(&above).expect("a folder").count();
+    assert_eq!(left, 3, "the file, and two links to it");
+    server.end();
+    std::fs::remove_dir_all(&above).expect("removed");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tombolo_accel_spec::opencl as wire;
 
 /// Longer than anything here takes.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();

@@ -54,7 +54,7 @@ pub fn program(name: &str) -> PathBuf {
 pub fn client_library() -> [String; 2] {
     let programs = Path::new(env!("CARGO_BIN_EXE_tombolo")).parent().unwrap();
     let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "-q", "--locked", "-p", "tombolo-opencl", "--target-dir"]);
+    build.args(["build", "-q", "--locked", "--workspace", "--target-dir"]);
     build.arg(programs.parent().unwrap());
     if programs.ends_with("release") {
         build.arg("--release");

@@ -343,12 +343,12 @@ impl Target {
             }
         };
         let own = format!("mount-{}", std::process::id());
-        let id = zone.invite(name.unwrap_or(&own), Role::Host, Rights::READ_WRITE)?;
+        let (id, liveness) = zone.claim(name.unwrap_or(&own), Role::Host, Rights::READ_WRITE)?;
         // Grants of the slot's former member are not for this one.
         if !crate::account::revoke(&self.area()?, id.index()) {
             bail!("{}: the area is too small for a file system", self.path.display());
         }
-        let membership = zone.join(id)?;
+        let membership = zone.join_claimed(id, liveness)?;
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let ring = Arc::clone(&rung);
         let bell = Bell::enter(zone, id, move || {

@@ -366,7 +366,7 @@ fn the_lock_that_is_named_as_in_the_way_is_the_one_that_ext4_names() {
 /// Waits, bounded, for other threads; if they never come, the caller's next claim fails.
 fn wait_until(mut test: impl FnMut() -> bool) {
     let start = std::time::Instant::now();
-    while !test() && start.elapsed() < std::time::Duration::from_secs(30) {
+    while !test() && start.elapsed() < std::time::Duration::from_secs(300) {
         std::thread::yield_now();
     }
 }

@@ -9,7 +9,7 @@ Prints one line per claim and the counts; exit code 0 when all hold.
 import argparse, glob, hashlib, json, mmap, os, random, shutil, signal, struct, subprocess, sys, tempfile, time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from rig import Failed, TIMEOUT, Rig, ROOT, HERE
+from rig import Failed, TIMEOUT, Rig, ROOT, HERE, cargo_program
 
 ZONE_MIB = 256
 CLAIMS = []
@@ -603,7 +603,7 @@ class HostMount:
     def __init__(self, rig, name):
         self.rig, self.path = rig, rig.work + "/" + name
         os.makedirs(self.path, exist_ok=True)
-        program = ["cargo", "run", "--quiet", "--locked", "-p", "tombolo-files", "--bin", "tombolo-files-torture", "--"]
+        program = [cargo_program("tombolo-files-torture")]
         made = subprocess.run([*program, "files", "mount", "--json", "--member", name, rig.zone, self.path], cwd=ROOT, capture_output=True, text=True)
         need(made.returncode == 0, "mounting on the host: " + made.stderr)
         self.pid = json.loads(made.stdout)["pid"]

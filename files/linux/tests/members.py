@@ -14,7 +14,7 @@ from rig import Rig, cargo_program
 
 def torture(work):
     """The program, built, and a copy without debugging information for the guests."""
-    program = cargo_program("tombolo-files", "tombolo-files-torture")
+    program = cargo_program("tombolo-files-torture")
     small = os.path.join(work, os.path.basename(program))
     subprocess.run(["strip", "-o", small, program], check=True)
     return program, small

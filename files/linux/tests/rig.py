@@ -18,9 +18,9 @@ class Failed(Exception):
     pass
 
 
-def cargo_program(package, name):
+def cargo_program(name):
     """The path of a program of the workspace, built."""
-    made = subprocess.run(["cargo", "build", "--locked", "--package", package, "--bin", name, "--message-format", "json"],
+    made = subprocess.run(["cargo", "build", "--locked", "--workspace", "--bin", name, "--message-format", "json"],
                           cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if made.returncode:
         sys.exit(name + " does not build")
@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self, kernel, image, modules_root, module, work, binaries, modules=(), late=False, files=()):
         self.kernel, self.image, self.work = kernel, image, work
-        self.program = cargo_program("tombolo-rig", "tombolo-rig")
+        self.program = cargo_program("tombolo-rig")
         stripped = os.path.join(work, "stripped-" + kernel)
         os.makedirs(stripped, exist_ok=True)
         small = os.path.join(stripped, "tombolo.ko")

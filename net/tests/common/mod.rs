@@ -28,7 +28,7 @@ use tombolo_net::vring::driver::{Nic, NicConfig};
 
 /// Waits for an event that must come; the limit only ends a test that has failed.
 pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + Duration::from_secs(300);
     while Instant::now() < end {
         if let Some(found) = look() {
             return found;

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context;
 use clap::{Args, Subcommand};
 
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
@@ -323,13 +324,16 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
         }
         return Ok(ExitCode::SUCCESS);
     };
-    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave)?;
-    if outcome == Outcome::Done {
-        stopped::add(project, &vms)?;
-        if all {
-            // The supervisor ends right after its last word; the caller of `down` may count on it.
-            peer.wait_ended(ENDING)?;
-        }
+    // Before the answer: who interrupts the wait does not interrupt the stop.
+    let noted = stopped::add(project, &vms);
+    let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave);
+    let noted = noted.context("the stop is not noted for the next boot")?;
+    if outcome.is_err() && !noted.is_empty() {
+        stopped::remove(project, &noted)?;
     }
-    finish(outcome)
+    if all && matches!(outcome, Ok(Outcome::Done)) {
+        // The supervisor ends right after its last word; the caller of `down` may count on it.
+        peer.wait_ended(ENDING)?;
+    }
+    finish(outcome?)
 }

@@ -111,14 +111,17 @@ pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
 /// When there is none.
 pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
     peer.set_limit(Some(STATUS));
-    receive_status(&mut peer)
+    receive_status(&mut peer)?.context("the project's supervisor has ended")
 }
 
-fn receive_status(peer: &mut Peer) -> anyhow::Result<Status> {
+/// The answer to `ps`; `None`: the supervisor has ended since it heard the question.
+pub(crate) fn receive_status(peer: &mut Peer) -> anyhow::Result<Option<Status>> {
     match peer.receive::<Event>()? {
-        Some(Event::Status(status)) => Ok(*status),
+        Some(Event::Status(status)) => Ok(Some(*status)),
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
-        other => anyhow::bail!("the supervisor answered {other:?}"),
+        Some(other) => anyhow::bail!("the supervisor answered {other:?}"),
+        // A killed process closes its connections before it has ended.
+        None => peer.wait_ended(STATUS).map(|()| None),
     }
 }
 
@@ -127,7 +130,9 @@ fn receive_status(peer: &mut Peer) -> anyhow::Result<Status> {
 /// # Errors
 /// When it does not answer.
 pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
-    peer::ask_found(found, &Request::Ps)?.map(status).transpose()
+    let Some(mut peer) = peer::ask_found(found, &Request::Ps)? else { return Ok(None) };
+    peer.set_limit(Some(STATUS));
+    receive_status(&mut peer)
 }
 
 /// As [`status_of`], for `ps`: within `longest`, and what is known of a supervisor that does not answer.
@@ -136,7 +141,7 @@ pub fn status_of(found: &Found) -> anyhow::Result<Option<Status>> {
 /// When it does not answer.
 pub fn status_within(found: &Found, longest: Duration) -> anyhow::Result<Option<Status>> {
     let asked = peer::ask_within(found, &Request::Ps, longest)
-        .and_then(|peer| peer.map(|mut peer| receive_status(&mut peer)).transpose());
+        .and_then(|peer| peer.map_or(Ok(None), |mut peer| receive_status(&mut peer)));
     asked.map_err(|e| {
         let folder = found.path.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
         anyhow::anyhow!("{folder}: {e:#}; {}", silent::describe(found.process))

@@ -45,7 +45,7 @@ pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
             status.project
         );
     } else {
-        say(ps::networks(&status).trim_end())?;
+        say(ps::networks(&status.networks).trim_end())?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -91,4 +91,59 @@ pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
         anyhow::bail!("there are several networks; say which with --control: {}", names.join(", "));
     }
     Ok(networks.into_iter().find(|n| name.is_none_or(|wanted| n.name == wanted)).map(|n| n.control))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::project::control::PortStatus;
+
+    fn port(name: &str, up: bool) -> serde_json::Value {
+        let nothing = serde_json::to_value(wire::Flow::default()).unwrap();
+        serde_json::json!({
+            "name": name, "kind": "guest", "up": up, "connected": up, "macs": [], "workers": [], "sent": nothing, "received": nothing
+        })
+    }
+
+    #[test]
+    fn what_a_switch_says_is_down_is_told_at_the_vm_or_at_the_network_and_what_it_does_not_say_is_not() {
+        let ports: Vec<_> = [("lan.uplink", false), ("a", true), ("a.uplink", false), ("b", false)]
+            .map(|(name, up)| port(name, up))
+            .into();
+        let answer: wire::Ports =
+            serde_json::from_value(serde_json::json!({ "ports": ports, "cpu_ns": 0 })).unwrap();
+        let vm = |name: &str| PortStatus {
+            vm: name.into(),
+            mac: "52:54:00:00:00:01".into(),
+            address: None,
+            address6: None,
+            up: None,
+            uplink_up: None,
+        };
+        let mut net = NetStatus {
+            name: "lan".into(),
+            uplink: Some("tap0".into()),
+            uplink_up: None,
+            subnet: None,
+            pid: Some(7),
+            starts: 1,
+            trouble: None,
+            control: PathBuf::new(),
+            ports: ["a", "b", "c"].map(vm).into(),
+        };
+        note(&mut net, &answer);
+        let json = serde_json::to_value(&net).unwrap();
+        let told =
+            |of: &serde_json::Value| ["up", "uplink_up"].map(|key| of.get(key).and_then(|v| v.as_bool()));
+        assert_eq!(told(&json), [None, Some(false)]);
+        let ports: Vec<_> = json["ports"].as_array().unwrap().iter().map(told).collect();
+        assert_eq!(ports, [[Some(true), Some(false)], [Some(false), None], [None, None]]);
+        let text = ps::networks(&[net]);
+        let rows: Vec<Vec<&str>> = text
+            .lines()
+            .map(|line| line.split("  ").map(str::trim).filter(|c| !c.is_empty()).collect())
+            .collect();
+        assert_eq!(rows[1][..5], ["lan", "7", "tap0 (down)", "-", "a (uplink down)"]);
+        assert_eq!((rows[2][0], rows[3][0]), ("b (down)", "c"));
+    }
 }

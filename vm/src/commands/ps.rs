@@ -10,7 +10,7 @@ use tombolo_zone::door::Found;
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::compose::Size;
-use crate::project::control::{Request, Status, VmStatus};
+use crate::project::control::{NetStatus, Request, Status, VmStatus};
 use crate::project::state;
 
 /// Time for supervisors to answer `ps`, which takes less than a second unless they wait for a CPU.
@@ -118,14 +118,15 @@ fn table(status: &Status) -> String {
         let mut rows = vec![["ZONE", "SIZE", "BACKING", "MEMBERS"].map(str::to_owned)];
         for zone in &status.zones {
             let members = if zone.members.is_empty() { "-".into() } else { zone.members.join(",") };
-            let backing =
-                if zone.lost { format!("{} (cut short!)", zone.backing) } else { zone.backing.clone() };
+            let trouble = zone.trouble.clone().or_else(|| zone.lost.then(|| "cut short!".to_owned()));
+            let backing = zone.backing.clone();
+            let backing = trouble.map_or(backing.clone(), |trouble| format!("{backing} ({trouble})"));
             rows.push([zone.name.clone(), Size(zone.size).to_string(), backing, members]);
         }
         text.push_str(&columns(&rows));
     }
     if !status.networks.is_empty() {
-        text.push_str(&networks(status));
+        text.push_str(&networks(&status.networks));
     }
     if !status.accelerators.is_empty() {
         text.push_str(&accelerators(status));
@@ -171,10 +172,10 @@ pub fn accelerator_servers() -> anyhow::Result<Vec<tombolo_control::accel::Listi
 }
 
 /// The table of networks.
-pub(super) fn networks(status: &Status) -> String {
+pub(super) fn networks(networks: &[NetStatus]) -> String {
     let dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
     let mut rows = vec![["NET", "SWITCH", "UPLINK", "SUBNET", "VM", "MAC", "ADDRESS"].map(str::to_owned)];
-    for net in &status.networks {
+    for net in networks {
         let switch = net.pid.map_or("starting".into(), |p| match &net.trouble {
             None => p.to_string(),
             Some(trouble) => format!("{p} ({trouble})"),

@@ -56,6 +56,11 @@ pub enum Error {
     /// QEMU is gone.
     #[error("the VM has ended")]
     Ended,
+    /// An upgrade has lost the connection.
+    #[error(
+        "the connection to the guest agent was lost in an upgrade; 'tombolo restart' starts the VM again, with a new one"
+    )]
+    Lost,
     /// A reply of another shape.
     #[error("the guest agent's reply to {command} is not understood: {message}")]
     Shape { command: &'static str, message: String },
@@ -73,8 +78,8 @@ pub trait Calls {
 /// The agent of one VM.
 #[derive(Debug)]
 pub struct Agent {
-    /// The connection, for the next program of this process.
-    socket: Arc<UnixStream>,
+    /// The connection, for the next program of this process; `None`: this one could not take it over.
+    socket: Option<Arc<UnixStream>>,
     /// None: a request has it.
     line: Mutex<Option<Line>>,
     freed: Condvar,
@@ -114,19 +119,26 @@ impl Agent {
         let socket = Arc::new(socket);
         let line = Line { socket: socket.clone(), buffer: Vec::new(), in_step: false, next: any_number() };
         let (line, freed) = (Mutex::new(Some(line)), Condvar::new());
-        Agent { socket, line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
+        Agent { socket: Some(socket), line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
+    }
+
+    /// An agent that can't be reached.
+    pub fn lost() -> Agent {
+        let (line, freed) = (Mutex::default(), Condvar::new());
+        Agent { socket: None, line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
     }
 
     /// Notes the connection for the next program, which brings it back in step by itself.
-    pub fn hand_over(&self, keep: &mut Keep) -> (Kept, bool) {
-        (keep.add(&self.socket), self.retired.load(Ordering::Acquire))
+    pub fn hand_over(&self, keep: &mut Keep) -> (Option<Kept>, bool) {
+        (self.socket.as_ref().map(|socket| keep.add(socket)), self.retired.load(Ordering::Acquire))
     }
 
     /// Goes on with the agent that the program before has left.
     ///
     /// # Errors
     /// When its descriptor is not open.
-    pub fn take_over((socket, retired): (Kept, bool)) -> std::io::Result<Agent> {
+    pub fn take_over((socket, retired): (Option<Kept>, bool)) -> std::io::Result<Agent> {
+        let Some(socket) = socket else { return Ok(Agent::lost()) };
         let agent = Agent::new(socket.take()?.into());
         agent.retired.store(retired, Ordering::Release);
         Ok(agent)
@@ -153,6 +165,9 @@ impl Agent {
         over: &dyn Fn() -> bool,
     ) -> Result<C::Ok, Error> {
         let shape = |message: String| Error::Shape { command: C::NAME, message };
+        if self.socket.is_none() {
+            return Err(Error::Lost);
+        }
         let text = serde_json::to_vec(&Execute::<C>::from(command)).map_err(|e| shape(e.to_string()))?;
         let deadline = Instant::now() + limit;
         let mut line = self.take(C::NAME, limit, deadline, over)?;

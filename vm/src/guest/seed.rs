@@ -4,12 +4,12 @@
 
 use std::io::{Cursor, Write};
 use std::os::fd::OwnedFd;
+use std::path::Path;
 
 use anyhow::Context;
 use fatfs::{FileSystem, FormatVolumeOptions, FsOptions};
 use serde_json::{Value, json};
 
-use crate::compose::Project;
 use crate::compose::cloud_init::CloudInit;
 use crate::project::network::Nic;
 use crate::project::state::hash;
@@ -19,23 +19,23 @@ const UNIT: usize = 1 << 20;
 /// Room for tables and directories, in bytes.
 const OVERHEAD: usize = 256 << 10;
 
-/// Makes the seed of a VM.
+/// Makes the seed of a VM; `origin` is the compose file's path when the project was started, which gives its VMs their identity.
 ///
 /// # Errors
 /// Names the file that can't be read.
-pub fn make(project: &Project, vm: &str, given: &CloudInit, nics: &[Nic]) -> anyhow::Result<OwnedFd> {
-    let files = files(project, vm, given, nics).with_context(|| format!("vm.{vm}"))?;
+pub fn make(origin: &Path, vm: &str, given: &CloudInit, nics: &[Nic]) -> anyhow::Result<OwnedFd> {
+    let files = files(origin, vm, given, nics).with_context(|| format!("vm.{vm}"))?;
     Ok(crate::child::memory_file("cidata", &volume(&files)?)?)
 }
 
 /// The seed's files. What is made here is JSON, which is YAML too.
 fn files(
-    project: &Project,
+    origin: &Path,
     vm: &str,
     given: &CloudInit,
     nics: &[Nic],
 ) -> anyhow::Result<Vec<(&'static str, Vec<u8>)>> {
-    let default_id = || format!("{vm}-{:016x}", hash(format!("{}\n{vm}", project.file.display()).as_bytes()));
+    let default_id = || format!("{vm}-{:016x}", hash(format!("{}\n{vm}", origin.display()).as_bytes()));
     let mut meta = json!({
         "instance-id": given.instance_id.clone().unwrap_or_else(default_id),
         "local-hostname": given.hostname.as_deref().unwrap_or(vm),
@@ -92,7 +92,6 @@ mod tests {
     use super::*;
     use crate::compose::network::{Lease, Mac};
     use std::io::Read;
-    use std::path::Path;
 
     fn read(image: Vec<u8>) -> Vec<(String, String)> {
         let volume = FileSystem::new(Cursor::new(image), FsOptions::new()).unwrap();
@@ -107,8 +106,8 @@ mod tests {
     }
 
     fn seed(given: &str, nics: &[Nic]) -> Vec<(String, String)> {
-        let project = Project::parse(Path::new("/somewhere/demo/tombolo.toml"), "[vm.a]\n").unwrap();
-        read(volume(&files(&project, "a", &toml::from_str(given).unwrap(), nics).unwrap()).unwrap())
+        let origin = Path::new("/somewhere/demo/tombolo.toml");
+        read(volume(&files(origin, "a", &toml::from_str(given).unwrap(), nics).unwrap()).unwrap())
     }
 
     fn file<'a>(files: &'a [(String, String)], name: &str) -> &'a str {

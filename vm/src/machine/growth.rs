@@ -195,6 +195,7 @@ pub fn begin(
                 }
             }
         }
+        machine.set_grown();
     })?;
     Ok(())
 }

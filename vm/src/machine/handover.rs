@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
-use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use tombolo_passthrough::address::Address;
 use tombolo_start::layout::Layout;
@@ -29,6 +28,7 @@ use crate::compose::disks::Format;
 use crate::guest::agent::Agent;
 use crate::moment::Moment;
 use crate::project::barrier::Inside;
+use crate::project::losses::Losses;
 use crate::project::state::StateDir;
 use crate::qemu::Hypervisor;
 use crate::qemu::console::{Console, ConsoleState};
@@ -47,7 +47,7 @@ pub struct MachineState {
     pid: u32,
     console: ConsoleState,
     log: ConsoleState,
-    agent: (Kept, bool),
+    agent: (Option<Kept>, bool),
     monitor: Option<(Kept, QmpState)>,
     state: State,
     cancelled: bool,
@@ -77,14 +77,10 @@ impl MachineState {
 }
 
 impl Machine {
-    /// Returns whether the VM is between two phases; an upgrade waits for the second.
-    pub fn is_changing(&self) -> bool {
-        let state = self.lock();
-        match state.phase {
-            Phase::Booting | Phase::Stopping => true,
-            // QEMU has ended, or is about to.
-            Phase::Up | Phase::Rebooting | Phase::Failed | Phase::Ended => false,
-        }
+    /// Returns whether the VM boots; an upgrade waits for the end of that. One that is stopping while no command stops VMs is stuck: its
+    /// process does not die.
+    pub fn is_booting(&self) -> bool {
+        self.lock().phase == Phase::Booting
     }
 
     /// Stops the monitor until the returned value is dropped.
@@ -124,33 +120,38 @@ impl Machine {
         }
     }
 
-    /// Goes on with a VM of the program before; `ended` as for [`Machine::start`].
-    ///
-    /// # Errors
-    /// When a descriptor is not open, or no thread can be had.
+    /// Goes on with a VM of the program before; `ended` as for [`Machine::start`]. What can't be taken over is noted in `losses`: the VM runs on
+    /// without its console, its agent, its monitor or the care of its limits. A VM whose process can't be had ends.
     pub fn take_over(
         left: MachineState,
         dir: &StateDir,
         ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
-    ) -> anyhow::Result<Arc<Machine>> {
+        losses: &mut Losses,
+    ) -> Arc<Machine> {
         let name = left.name;
-        let qemu = match left.state.exit {
-            None => {
-                let qemu = Guarded::resume(left.pid);
-                Some(qemu.with_context(|| format!("process {} of the VM '{name}' is no child", left.pid))?)
+        let (qemu, process) = process_of(left.pid, left.state.exit.is_some(), &name, losses);
+        let held = Held {
+            devices: Taken::take_over(left.devices),
+            interrupts: left.interrupts,
+            ..limits(&name, left.group, left.isolated, losses)
+        };
+        let mut console = |what, (console, taken): (Arc<Console>, anyhow::Result<()>)| {
+            if let Err(e) = taken {
+                losses.of_vm(&name, what, format!("{e:#}"));
             }
-            Some(_) => None,
+            console
         };
-        let process = qemu.as_ref().map_or_else(|| Ok(Handle::gone()), Guarded::handle)?;
-        let group = left.group.map(Group::take_over).transpose()?;
-        let partition = match group.as_ref().filter(|_| left.isolated) {
-            Some(group) => Some(Partition::take_over(&Store::of_user()?, group.path())?),
-            None => None,
-        };
+        let (log, own) = (dir.qemu_log(&name), dir.console_log(&name));
+        let (log, own) = (Console::take_over(left.log, &log), Console::take_over(left.console, &own));
+        let (log, console) = (console("the log of its QEMU", log), console("its console", own));
+        let agent = Agent::take_over(left.agent).unwrap_or_else(|e| {
+            losses.of_vm(&name, "its guest agent", e);
+            Agent::lost()
+        });
         let machine = Arc::new(Machine {
-            console: Console::take_over(left.console, &dir.console_log(&name))?,
-            log: Console::take_over(left.log, &dir.qemu_log(&name))?,
-            agent: Agent::take_over(left.agent)?,
+            console,
+            log,
+            agent,
             name,
             spec: left.spec,
             folder: left.folder,
@@ -170,28 +171,95 @@ impl Machine {
             placement: left.placement,
             threads: left.threads.map(OnceLock::from).unwrap_or_default(),
             ports: Mutex::new(left.ports),
-            held: Mutex::new(Held {
-                bypass: None,
-                devices: Taken::take_over(left.devices),
-                group,
-                partition,
-                interrupts: left.interrupts,
-            }),
+            held: Mutex::new(held),
         });
         if let Some((socket, state)) = left.monitor {
-            let qmp = Qmp::resume(UnixStream::from(socket.take()?), state, machine.events())?;
-            let _only_one = machine.qmp.set(qmp);
+            machine.resume_monitor(socket, state, losses);
         }
         if let Some(qemu) = qemu {
-            machine.watch(qemu, ended)?;
+            machine.watch_on(qemu, ended, losses);
         }
-        Ok(machine)
+        machine
+    }
+
+    fn resume_monitor(self: &Arc<Self>, socket: Kept, state: QmpState, losses: &mut Losses) {
+        let socket = socket.take().map(UnixStream::from).map_err(anyhow::Error::from);
+        match socket.and_then(|socket| Ok(Qmp::resume(socket, state, self.events())?)) {
+            Ok(qmp) => drop(self.qmp.set(qmp)),
+            Err(e) => {
+                losses.of_vm(&self.name, "its monitor, so that a reboot would end it", format!("{e:#}"));
+                // No event follows.
+                self.lock().monitor_ended = true;
+            }
+        }
+    }
+
+    /// Waits for the end of a QEMU of the program before, or ends the VM.
+    fn watch_on(
+        self: &Arc<Self>,
+        qemu: Result<Guarded, String>,
+        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+        losses: &mut Losses,
+    ) {
+        // A thread that can't be had has dropped the process, which kills it.
+        if let Err(e) = self.watch(qemu, ended) {
+            let how = format!("it could not be watched any more: {e}");
+            losses.note_for(&self.name, format!("has ended, as {how}; to start it again: tombolo up"));
+            let _no_thread_follows_up = self.set_ended(Exit { how, clean: false });
+        }
     }
 
     /// Returns whether the VM's memory still grows.
     pub fn is_growing(&self) -> bool {
         let state = self.lock();
+        // A VM whose growth has failed may be about to be started again for that.
         state.exit.is_none()
-            && state.growth.as_ref().is_none_or(|g| !matches!(g.phase, Growth::Complete | Growth::Failed(_)))
+            && !state.grown
+            && state.growth.as_ref().is_none_or(|growth| growth.phase != Growth::Complete)
     }
+}
+
+/// The process of a VM that runs, or why it is lost; `None`: it had ended before.
+fn process_of(
+    pid: u32,
+    has_ended: bool,
+    vm: &str,
+    losses: &mut Losses,
+) -> (Option<Result<Guarded, String>>, Handle) {
+    if has_ended {
+        return (None, Handle::gone());
+    }
+    match Guarded::resume(pid).and_then(|qemu| Ok((qemu.handle()?, qemu))) {
+        Ok((handle, qemu)) => (Some(Ok(qemu)), handle),
+        Err(e) => {
+            let how = format!("its process {pid} could not be taken over: {e}");
+            losses.note_for(vm, format!("has ended: {how}; to start it again: tombolo up"));
+            (Some(Err(how)), Handle::gone())
+        }
+    }
+}
+
+/// The cgroup of a VM, and its part of the host's CPUs. The kernel keeps to both without the supervisor, which gives them back.
+fn limits(vm: &str, group: Option<PathBuf>, isolated: bool, losses: &mut Losses) -> Held {
+    let mut taken = |group: anyhow::Result<Group>| match group {
+        Ok(group) => Some(group),
+        Err(e) => {
+            losses.of_vm(vm, "the care of its cgroup, which stays when it ends", format!("{e:#}"));
+            None
+        }
+    };
+    let group = group.and_then(|path| taken(Group::take_over(path)));
+    let partition = group.as_ref().filter(|_| isolated).and_then(|group| {
+        let partition = Store::of_user().and_then(|store| Partition::take_over(&store, group.path()));
+        partition
+            .inspect_err(|e| {
+                losses.of_vm(
+                    vm,
+                    "the care of its own CPUs, which 'tombolo clean' gives back",
+                    format!("{e:#}"),
+                );
+            })
+            .ok()
+    });
+    Held { group, partition, ..Held::default() }
 }

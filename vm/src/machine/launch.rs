@@ -220,7 +220,7 @@ impl Machine {
         });
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
-        machine.watch(qemu, ended)?;
+        machine.watch(Ok(qemu), ended)?;
         registered(&machine);
         machine.connect(own.monitor)?;
         if let Some(prepared) = prepared {
@@ -265,21 +265,22 @@ impl Machine {
         Ok(())
     }
 
-    /// Starts the thread that waits for QEMU's end and calls `ended`.
+    /// Starts the thread that waits for QEMU's end and calls `ended`; also that of a QEMU that is lost, in these words.
     pub(super) fn watch(
         self: &Arc<Self>,
-        mut qemu: Guarded,
+        qemu: Result<Guarded, String>,
         ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
     ) -> io::Result<()> {
         let machine = self.clone();
         let watch = move || {
-            qemu.wait_end();
-            machine.await_monitor_end();
+            if let Ok(qemu) = &qemu {
+                qemu.wait_end();
+                machine.await_monitor_end();
+            }
             let inside = BACKGROUND.enter("the end of a VM");
-            let mut exit = match qemu.wait() {
-                Ok(status) => describe(status),
-                Err(e) => Exit { how: format!("its end is unknown: {e}"), clean: false },
-            };
+            let status =
+                qemu.and_then(|mut qemu| qemu.wait().map_err(|e| format!("its end is unknown: {e}")));
+            let mut exit = status.map_or_else(|how| Exit { how, clean: false }, describe);
             let mut held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
             if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
                 exit.how.push_str(", for want of memory: raise memory_limit");

@@ -64,6 +64,15 @@ pub(super) struct State {
     /// Why QEMU has paused it.
     #[serde(default)]
     pub(super) stall: Option<Stall>,
+    /// The supervisor stops it to start it again, or has done so.
+    #[serde(default)]
+    pub(super) restarting: bool,
+    /// Its memory grows no more, and what follows from that has been done.
+    #[serde(default)]
+    pub(super) grown: bool,
+    /// What it lacks since an upgrade, and the remedy.
+    #[serde(default)]
+    pub(super) losses: Vec<String>,
     /// The host's folders; empty until the guest has been asked about them.
     pub(super) shares: Vec<ShareStatus>,
 }
@@ -89,6 +98,9 @@ impl State {
             timeline: Vec::new(),
             growth: None,
             stall: None,
+            restarting: false,
+            grown: false,
+            losses: Vec::new(),
             shares: Vec::new(),
         }
     }
@@ -172,6 +184,32 @@ impl Machine {
 
     pub fn set_growth(&self, progress: Progress) {
         self.lock().growth = Some(progress);
+    }
+
+    /// Notes that the supervisor stops the VM to start it again, or that it does not any more.
+    pub fn set_restarting(&self, restarting: bool) {
+        self.lock().restarting = restarting;
+    }
+
+    /// Returns whether the VM is about to have another QEMU: its guest reboots, or the supervisor or its policy starts it again.
+    pub fn is_to_start_again(&self) -> bool {
+        let state = self.lock();
+        match state.phase {
+            Phase::Rebooting => true,
+            Phase::Stopping => state.restarting,
+            Phase::Ended | Phase::Failed => state.restarting || state.restart_due,
+            Phase::Booting | Phase::Up => false,
+        }
+    }
+
+    /// Notes that the end of the growth of its memory has been dealt with.
+    pub fn set_grown(&self) {
+        self.lock().grown = true;
+    }
+
+    /// Notes what the VM lacks since an upgrade.
+    pub fn add_loss(&self, loss: &str) {
+        self.lock().losses.push(loss.to_owned());
     }
 
     pub fn set_shares(&self, shares: Vec<ShareStatus>) {
@@ -263,11 +301,6 @@ impl Machine {
     pub fn stay_ended(&self) {
         let mut state = self.lock();
         (state.restart_due, state.restart_at) = (false, None);
-    }
-
-    /// Returns whether QEMU has ended and the restart policy has not decided, or waits for its next start.
-    pub fn is_restart_due(&self) -> bool {
-        self.lock().restart_due
     }
 
     /// Kills a VM that can't be made ready. `why` is its state in `ps`.

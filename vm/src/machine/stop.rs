@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use qapi::{qga, qmp};
+use rustix::process::Signal;
 
 use super::{Machine, Phase};
 use crate::guest::agent::{Calls, Error, Farewell};
@@ -61,7 +62,16 @@ impl Machine {
         }
         // QEMU flushes its disks when it quits.
         let quit = || QUIT.min(remaining(until).saturating_sub(KILL));
-        if self.qmp().is_ok_and(|q| q.execute_within(qmp::quit {}, quit()).is_ok()) && self.wait_end(quit()) {
+        let told = match self.qmp() {
+            Ok(monitor) => monitor.execute_within(qmp::quit {}, quit()).is_ok(),
+            // An upgrade has lost it.
+            Err(_) if was_up => {
+                self.process.signal(Signal::TERM);
+                true
+            }
+            Err(_) => false,
+        };
+        if told && self.wait_end(quit()) {
             return Ok(());
         }
         if !self.has_ended() {

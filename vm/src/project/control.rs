@@ -305,6 +305,9 @@ pub struct ZoneStatus {
     /// Its file was cut short while it was in use.
     #[serde(default)]
     pub lost: bool,
+    /// That an upgrade has lost it, and the remedy: its VMs share its memory on, and no other process can open it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
 }
 
 /// One network.

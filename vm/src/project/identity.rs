@@ -48,7 +48,19 @@ impl Identity {
 
     fn with(file: &Path, folder: Option<&Metadata>) -> Identity {
         let path = hash(file.as_os_str().as_encoded_bytes());
-        Identity { path, folder: folder.zip(file.file_name()).map(|(meta, name)| hash_folder(meta, name)) }
+        Identity {
+            path,
+            folder: folder.zip(file.file_name()).map(|(meta, name)| hash_folder(meta, meta.dev(), name)),
+        }
+    }
+
+    /// A number of the folder of this compose file, and of the file's name in it, that lasts over reboots of the host, renames and moves within a
+    /// file system. A copy has another one. `None`: the file system knows no times of birth, without which an inode number says too little.
+    pub fn lasting(file: &Path) -> Option<u64> {
+        let folder = std::fs::metadata(file.parent()?).ok()?;
+        folder.created().ok()?;
+        // The host may number its devices anew when it boots.
+        Some(hash_folder(&folder, 0, file.file_name()?))
     }
 
     /// The identity in the name of a door.
@@ -92,7 +104,7 @@ impl Identity {
         let descriptors = std::fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten();
         descriptors.filter_map(Result::ok).any(|descriptor| {
             std::fs::metadata(descriptor.path()).is_ok_and(|meta| {
-                meta.is_dir() && meta.nlink() > 0 && Some(hash_folder(&meta, name)) == self.folder
+                meta.is_dir() && meta.nlink() > 0 && Some(hash_folder(&meta, meta.dev(), name)) == self.folder
             })
         })
     }
@@ -105,10 +117,10 @@ impl fmt::Display for Identity {
     }
 }
 
-fn hash_folder(folder: &Metadata, name: &OsStr) -> u64 {
+fn hash_folder(folder: &Metadata, device: u64, name: &OsStr) -> u64 {
     // Some file systems do not know it.
     let birth = folder.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
-    let mut bytes = [folder.dev(), folder.ino()].map(u64::to_le_bytes).concat();
+    let mut bytes = [device, folder.ino()].map(u64::to_le_bytes).concat();
     bytes.extend(birth.as_nanos().to_le_bytes());
     bytes.extend(name.as_encoded_bytes());
     hash(&bytes)
@@ -170,6 +182,21 @@ mod tests {
         let gone = Identity::of(&old.join("tombolo.toml"));
         assert!(gone.has_path_of(&before) && !gone.has_folder_of(&before) && !gone.has_folder_of(&gone));
         assert_eq!(Identity::of_door(&gone.door()), Some(gone));
+    }
+
+    #[test]
+    fn the_lasting_number_of_a_folder_goes_with_it_and_a_copy_has_another() {
+        let base = tempfile::tempdir().unwrap();
+        let [old, new] = ["old", "new"].map(|name| base.path().join(name));
+        std::fs::create_dir(&old).unwrap();
+        let Some(before) = Identity::lasting(&old.join("tombolo.toml")) else {
+            panic!("{} has no times of birth", old.display());
+        };
+        std::fs::rename(&old, &new).unwrap();
+        assert_eq!(Identity::lasting(&new.join("tombolo.toml")), Some(before));
+        std::fs::create_dir(&old).unwrap();
+        assert_ne!(Identity::lasting(&old.join("tombolo.toml")), Some(before));
+        assert_ne!(Identity::lasting(&new.join("other.toml")), Some(before));
     }
 
     #[test]

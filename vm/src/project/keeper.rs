@@ -20,6 +20,7 @@ use crate::compose::{Compose, Project, VmSpec};
 use crate::project::barrier::BACKGROUND;
 use crate::project::changes::Kind;
 use crate::project::journal;
+use crate::project::losses::Losses;
 
 /// Time for a process to answer.
 pub const ANSWER: Duration = Duration::from_secs(10);
@@ -143,24 +144,30 @@ impl Keeper {
         Keeper::begin(names, State::default(), None, service)
     }
 
-    /// Goes on with a process of the program before, which was ready.
+    /// Goes on with a process of the program before, which was ready. One that can't be had is started again.
     ///
     /// # Errors
-    /// When it is no child of this process, or there is no thread for it.
+    /// When there is no thread for it.
     pub fn take_over<S: Service>(
         names: Names,
         service: Arc<S>,
         left: KeeperState,
+        losses: &mut Losses,
     ) -> std::io::Result<Keeper> {
-        let process = left.pid.map(Guarded::resume).transpose()?;
-        let handle =
-            process.as_ref().map(|process| Ok::<_, std::io::Error>((process.handle()?, process.pid())));
-        let state = State {
-            process: handle.transpose()?,
-            starts: left.starts,
-            ready: left.pid.is_some(),
-            ..State::default()
+        let resume = |pid| Guarded::resume(pid).and_then(|process| Ok(((process.handle()?, pid), process)));
+        let (handle, process) = match left.pid.map(resume).transpose() {
+            Ok(resumed) => resumed.unzip(),
+            Err(e) => {
+                losses.note(format!(
+                    "the {} has lost its {} ({e}), which is started again",
+                    names.owner(),
+                    names.process
+                ));
+                (None, None)
+            }
         };
+        let state =
+            State { ready: handle.is_some(), process: handle, starts: left.starts, ..State::default() };
         Keeper::begin(names, state, process, service)
     }
 
@@ -175,6 +182,13 @@ impl Keeper {
         let own = shared.clone();
         let watcher = named.spawn(move || own.watch(&*service, process))?;
         Ok(Keeper { shared, watcher: Mutex::new(Some(watcher)) })
+    }
+
+    /// Kills the process, so that another one is started.
+    pub fn start_again(&self) {
+        if let Some((process, _)) = &self.shared.lock().process {
+            process.kill();
+        }
     }
 
     /// Returns the state for the next program. The caller has closed `BACKGROUND`.
@@ -383,6 +397,10 @@ impl Shared {
     }
 
     fn spawn<S: Service>(&self, service: &S) -> anyhow::Result<(Guarded, Handle, S::Link)> {
+        // At the end of a login session the folder vanishes.
+        if let Some(folder) = self.names.log.parent() {
+            crate::project::state::renew(folder)?;
+        }
         let log = File::options().create(true).append(true).open(&self.names.log);
         let log = log.with_context(|| self.names.log.display().to_string())?;
         let (process, link) = service.spawn(log)?;

@@ -2,7 +2,7 @@
 //! A project at run time: its supervisor, what the supervisor holds, and how commands talk to it.
 //!
 //! - [`supervisor`]: the process that holds a project's VMs; [`session`]: what in it lasts (exec, console).
-//! - [`upgrade`]: the supervisor becomes another program; [`barrier`]: what must not be cut in two by that.
+//! - [`upgrade`]: the supervisor becomes another program; [`barrier`]: what must not be cut in two by that; [`losses`]: what the next program lacks.
 //! - [`state`]: the project's folder and the lock that tells whether its supervisor lives; [`identity`]: what makes two compose files one project.
 //! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
 //! - [`preflight`]: what can be wrong with a start, found out before anything is started.
@@ -19,6 +19,7 @@ pub mod control;
 pub mod identity;
 pub mod journal;
 pub mod keeper;
+pub mod losses;
 pub mod network;
 pub mod owner;
 pub mod patience;

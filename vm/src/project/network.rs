@@ -27,6 +27,7 @@ use crate::compose::ports::{self, Forward};
 use crate::compose::{Compose, Project, VmSpec};
 use crate::project::changes::{self, Kind};
 use crate::project::keeper::{ANSWER, Keeper, KeeperState, Names, Part, Service};
+use crate::project::losses::Losses;
 use config::Port;
 
 mod config;
@@ -93,15 +94,15 @@ impl Network {
         }
     }
 
-    /// Goes on with a network of the program before.
+    /// Goes on with a network of the program before. A switch that can't be had is started again.
     ///
     /// # Errors
-    /// When its switch is no child of this process.
-    pub fn take_over(left: NetworkState) -> anyhow::Result<Network> {
+    /// When there is no thread for it.
+    pub fn take_over(left: NetworkState, losses: &mut Losses) -> anyhow::Result<Network> {
         let NetworkState { name, spec, dir, ports, uplinks, switch: kept } = left;
         let (ports, uplinks) = (Mutex::new(ports), Mutex::new(uplinks));
         let switch = Arc::new(Switch { name, spec, dir, ports, uplinks });
-        let keeper = Keeper::take_over(switch.names(), switch.clone(), kept)?;
+        let keeper = Keeper::take_over(switch.names(), switch.clone(), kept, losses)?;
         Ok(Network { switch, keeper })
     }
 
@@ -344,8 +345,12 @@ impl Switch {
 impl Service for Switch {
     type Link = ();
 
-    /// The switch is told to end when the thread that starts it ends.
+    /// The switch is told to end when the thread that starts it ends. Its file may have vanished with the project's folder.
     fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
+        // One that is there is up to date, also where there is no room for another.
+        if !self.config().exists() {
+            self.write_config()?;
+        }
         let mut command = crate::child::own_program();
         command.args(["net", "run", "--config"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);

@@ -342,6 +342,24 @@ mod tests {
     }
 
     #[test]
+    fn a_supervisor_that_is_killed_after_it_has_heard_the_question_is_not_there() {
+        let fake = Fake::new();
+        let status = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut peer = Peer::new(fake.listener.accept().unwrap().0);
+                peer.receive::<Request>().unwrap();
+                peer.send(&Event::Heard).unwrap();
+                // Its process ends after its connections.
+                drop(peer);
+                fake.signal(rustix::process::Signal::KILL);
+            });
+            let mut peer = fake.ask().unwrap().unwrap();
+            crate::commands::client::receive_status(&mut peer)
+        });
+        assert!(status.unwrap().is_none());
+    }
+
+    #[test]
     fn a_supervisor_that_dies_before_it_answers_is_not_there() {
         // It dies with the request unread (ECONNRESET), after reading it (the stream's end), or without accepting (ECONNRESET).
         for (accepts, reads) in [(true, false), (true, true), (false, false)] {

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The VMs that `down VM` has stopped, for `restart = "unless-stopped"`: a list per project that survives the host's reboot, in
-//! `$XDG_STATE_HOME/tombolo` (root: `/var/lib/tombolo`).
+//! `$XDG_STATE_HOME/tombolo` (root: `/var/lib/tombolo`). It is that of the compose file's folder, whatever its name is, or of the file's path where
+//! the file system can't tell folders apart for long. Versions before that kept it for the path.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 
+use rustix::fs::FlockOperation;
+
 use crate::compose::Project;
 use crate::compose::restart::Restart;
+use crate::project::identity::Identity;
 use crate::project::state;
 
 /// The VMs of this project that `down VM` has stopped and no command has started since.
@@ -15,24 +20,34 @@ use crate::project::state;
 /// # Errors
 /// Those of the file system.
 pub fn list(project: &Project) -> io::Result<BTreeSet<String>> {
-    match std::fs::read_to_string(path(project)) {
-        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(BTreeSet::new()),
-        Err(e) => Err(e),
+    for path in of_folder(project).into_iter().chain([of_path(project)]) {
+        match std::fs::read_to_string(path) {
+            Ok(text) => return Ok(text.lines().map(str::to_owned).collect()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
     }
+    Ok(BTreeSet::new())
 }
 
-/// Adds VMs to the list, those whose policy asks for it.
+/// Adds VMs to the list, those whose policy asks for it. Returns those that were not on it.
 ///
 /// # Errors
 /// Those of the file system.
-pub fn add(project: &Project, vms: &[String]) -> io::Result<()> {
+pub fn add(project: &Project, vms: &[String]) -> io::Result<Vec<String>> {
     let asks =
         |vm: &&String| project.compose.vm.get(*vm).is_some_and(|spec| spec.restart == Restart::UnlessStopped);
+    if !vms.iter().any(|vm| asks(&vm)) {
+        return Ok(Vec::new());
+    }
+    let _lock = lock()?;
     let mut stopped = list(project)?;
-    let before = stopped.len();
-    stopped.extend(vms.iter().filter(asks).cloned());
-    if stopped.len() > before { write(project, &stopped) } else { Ok(()) }
+    let new: Vec<String> = vms.iter().filter(asks).filter(|vm| !stopped.contains(*vm)).cloned().collect();
+    stopped.extend(new.iter().cloned());
+    if !new.is_empty() {
+        write(project, &stopped)?;
+    }
+    Ok(new)
 }
 
 /// Takes VMs off the list, all where `vms` is empty.
@@ -40,6 +55,11 @@ pub fn add(project: &Project, vms: &[String]) -> io::Result<()> {
 /// # Errors
 /// Those of the file system.
 pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
+    // Most users have no list, and nothing is made for them.
+    if list(project)?.is_empty() {
+        return Ok(());
+    }
+    let _lock = lock()?;
     let mut stopped = list(project)?;
     let before = stopped.len();
     stopped.retain(|vm| !vms.is_empty() && !vms.contains(vm));
@@ -47,15 +67,30 @@ pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
 }
 
 fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
-    let path = path(project);
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(|e| state::at(dir, &e))?;
-    }
+    let path = of_folder(project).unwrap_or_else(|| of_path(project));
     let lines: String = stopped.iter().map(|vm| format!("{vm}\n")).collect();
-    state::write_atomically(&path, lines.as_bytes())
+    state::write_atomically(&path, lines.as_bytes())?;
+    // An earlier version's, which another folder at that path would take for its own.
+    if path != of_path(project) && of_path(project).exists() {
+        std::fs::remove_file(of_path(project))?;
+    }
+    Ok(())
 }
 
-fn path(project: &Project) -> PathBuf {
+/// Keeps other commands from changing lists until it is dropped.
+fn lock() -> io::Result<File> {
+    let dir = dir();
+    std::fs::create_dir_all(&dir).map_err(|e| state::at(&dir, &e))?;
+    let folder = File::open(&dir).map_err(|e| state::at(&dir, &e))?;
+    rustix::fs::flock(&folder, FlockOperation::LockExclusive)?;
+    Ok(folder)
+}
+
+fn of_folder(project: &Project) -> Option<PathBuf> {
+    Some(dir().join(format!("{:016x}.folder.stopped", Identity::lasting(&project.file)?)))
+}
+
+fn of_path(project: &Project) -> PathBuf {
     let hash = state::hash(project.file.as_os_str().as_encoded_bytes());
     dir().join(format!("{:016x}.stopped", hash))
 }

@@ -8,13 +8,13 @@
 //! - `up`, `plan`, `hypervisor`, `order`: what `up` does; `launch`: the start of one VM. `down`: what `down` does.
 //! - `again`: reboots and restart policies. `members`: memberships in zones. `owners`: VMs that own accelerators.
 //! - `services`: the CPUs of switches, servers and interrupts.
-//! - `status`: the answer to `ps`. `upgrade`: the next program of this process.
+//! - `status`: the answer to `ps`. `upgrade`, `takeover`: the next program of this process.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -31,6 +31,7 @@ use crate::project::barrier::{BACKGROUND, REQUESTS};
 use crate::project::control::Event;
 use crate::project::identity::Folder;
 use crate::project::journal;
+use crate::project::losses::Losses;
 use crate::project::network::Network;
 use crate::project::peer::Peer;
 use crate::project::session;
@@ -54,17 +55,21 @@ mod reception;
 mod requests;
 mod services;
 mod status;
+mod takeover;
 mod turn;
 mod up;
 mod upgrade;
 
-pub use upgrade::{examine, go_on};
+pub use takeover::go_on;
+pub use upgrade::examine;
 
 /// The pause between two rounds of [`Supervisor::tend`].
 const TEND: Duration = Duration::from_secs(1);
 
 struct Supervisor {
     dir: StateDir,
+    /// The compose file's path when the project was started.
+    origin: PathBuf,
     ownership: Ownership,
     signals: session::Signals,
     inner: Mutex<Inner>,
@@ -81,8 +86,8 @@ struct Supervisor {
 
 /// The lock and the door of a project. The process that holds them is the project's supervisor.
 struct Ownership {
-    /// The lock of the project's folder for logs.
-    lock: File,
+    /// The lock of the project's folder for logs; `None`: an upgrade has lost it.
+    lock: Option<File>,
     door: Door,
     /// The compose file's. `None`: a program without that rule has started the project, and the folder is gone.
     folder: Option<Folder>,
@@ -96,6 +101,8 @@ struct Inner {
     zones: BTreeMap<String, Arc<HostZone>>,
     networks: BTreeMap<String, Arc<Network>>,
     accelerators: BTreeMap<String, Arc<Accelerator>>,
+    /// Zones, networks and accelerators that an upgrade has lost, by their keys in the compose file, with the reasons.
+    lost: BTreeMap<String, String>,
     /// The number of requests that are being carried out.
     requests: usize,
     /// The supervisor is about to end, and refuses requests.
@@ -113,9 +120,54 @@ impl Inner {
     #[must_use]
     fn clear(&mut self) -> Beside {
         self.zones.clear();
+        self.lost.clear();
         Beside {
             networks: std::mem::take(&mut self.networks),
             accelerators: std::mem::take(&mut self.accelerators),
+        }
+    }
+
+    /// Returns whether this is the machine of that VM: one that reboots, or starts again, has the same name.
+    fn is_current(&self, machine: &Arc<Machine>) -> bool {
+        self.machines.get(machine.name()).is_some_and(|current| Arc::ptr_eq(current, machine))
+    }
+
+    /// Removes a machine; false: the VM has another one already, which stays.
+    fn remove(&mut self, machine: &Arc<Machine>) -> bool {
+        let is_current = self.is_current(machine);
+        if is_current {
+            self.machines.remove(machine.name());
+        }
+        is_current
+    }
+
+    /// Notes that an upgrade has lost what the compose file has under `key`.
+    fn lose(&mut self, key: String, why: &str, losses: &mut Losses) {
+        losses.note(format!("{key} is lost ({why}); for a new one: tombolo down && tombolo up"));
+        self.lost.insert(key, why.to_owned());
+    }
+
+    /// As [`Inner::lose`]: the zone's VMs share its memory on, without an owner that declares members dead.
+    fn lose_zone(&mut self, name: &str, why: &str, losses: &mut Losses) {
+        self.lose(format!("zone.{name}"), why, losses);
+        for machine in self.machines.values().filter(|machine| machine.zones().contains_key(name)) {
+            let text = format!(
+                "is in the zone '{name}', which has no owner since the upgrade; for a new one: tombolo down && tombolo up"
+            );
+            losses.note_for(machine.name(), text);
+        }
+    }
+
+    /// Refuses what an upgrade has lost.
+    ///
+    /// # Errors
+    /// It was lost. Names the remedy.
+    fn check_not_lost(&self, key: &str) -> anyhow::Result<()> {
+        match self.lost.get(key) {
+            Some(why) => anyhow::bail!(
+                "{key} was lost in an upgrade ({why}); for a new one: tombolo down && tombolo up"
+            ),
+            None => Ok(()),
         }
     }
 }
@@ -172,13 +224,14 @@ fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Ownershi
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
-    Ok(Some(Ownership { lock, door, folder: Some(folder) }))
+    Ok(Some(Ownership { lock: Some(lock), door, folder: Some(folder) }))
 }
 
 impl Supervisor {
     fn new(dir: StateDir, ownership: Ownership, signals: session::Signals, project: Project) -> Supervisor {
         Supervisor {
             dir,
+            origin: project.file.clone(),
             ownership,
             signals,
             inner: Mutex::new(Inner {
@@ -188,6 +241,7 @@ impl Supervisor {
                 zones: BTreeMap::new(),
                 networks: BTreeMap::new(),
                 accelerators: BTreeMap::new(),
+                lost: BTreeMap::new(),
                 requests: 0,
                 withdrawn: false,
             }),
@@ -280,7 +334,10 @@ impl Supervisor {
         let machine = self.machine(vm)?;
         match machine.phase() {
             Phase::Up => Ok(machine),
-            Phase::Booting | Phase::Rebooting => anyhow::bail!("the VM '{vm}' is still booting"),
+            Phase::Booting => anyhow::bail!("the VM '{vm}' is still booting"),
+            Phase::Rebooting | Phase::Stopping | Phase::Ended if machine.is_to_start_again() => {
+                anyhow::bail!("the VM '{vm}' is still booting")
+            }
             _ => anyhow::bail!(
                 "the VM '{vm}' does not run ({}); start it with 'tombolo up'",
                 machine.status().state

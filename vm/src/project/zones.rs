@@ -23,6 +23,7 @@ use tombolo_zone::zone::handover::ZoneState as ZoneMemory;
 use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneConfig};
 
 use crate::compose::{Backing, Rights, Size, ZoneSpec, ZoneUse};
+use crate::project::losses::Losses;
 
 /// Size of the huge pages of `backing = "hugetlb"`, in bytes.
 const HUGE_PAGE: u64 = 2 << 20;
@@ -150,19 +151,30 @@ impl HostZone {
         Ok((HostZoneState { name: self.name.clone(), spec: self.spec.clone(), zone, bells, members }, paused))
     }
 
-    /// Goes on with a zone of the program before.
+    /// Goes on with a zone of the program before. Members whose doorbell can't be taken over are noted in `losses`.
     ///
     /// # Errors
-    /// When a descriptor is not open, or there is no room to map the zone.
-    pub fn take_over(left: HostZoneState) -> anyhow::Result<HostZone> {
-        let zone = Arc::new(left.zone.resume()?);
+    /// When the zone's memory can't be had, or no thread.
+    pub fn take_over(left: HostZoneState, losses: &mut Losses) -> anyhow::Result<HostZone> {
+        let HostZoneState { name, spec, zone, bells, members: left } = left;
+        let zone = Arc::new(zone.resume()?);
         let mut members = BTreeMap::new();
-        for (name, id, liveness) in left.members {
-            members.insert(name, Held { id, liveness: Liveness::resume(liveness.take()?) });
+        for (member, id, liveness) in left {
+            // A lock whose descriptor is gone is free, and is taken anew.
+            let liveness = liveness.take().map(Liveness::resume).or_else(|_| zone.hold(id))?;
+            members.insert(member, Held { id, liveness });
         }
-        let (bells, events) = DoorbellServer::resume(zone.clone(), left.bells)?;
-        listen(&left.name, events)?;
-        Ok(HostZone { name: left.name, spec: left.spec, zone, bells, members: Mutex::new(members) })
+        let (bells, events, lost) = DoorbellServer::resume(zone.clone(), bells)?;
+        for lost in lost {
+            let vm = members.iter().find(|(_, held)| held.id == lost.member).map(|(vm, _)| vm);
+            match vm {
+                Some(vm) => losses.of_vm(vm, &format!("its doorbell in the zone '{name}'"), lost.why),
+                // A process of the host finds its connection closed.
+                None => crate::say!("zone '{name}': the doorbell of a process is lost: {}", lost.why),
+            }
+        }
+        listen(&name, events)?;
+        Ok(HostZone { name, spec, zone, bells, members: Mutex::new(members) })
     }
 
     fn serve(name: &str, spec: ZoneSpec, zone: Zone) -> anyhow::Result<HostZone> {

@@ -34,8 +34,8 @@ struct Inner {
     log: Log,
     tail: Vec<u8>,
     watchers: Vec<Arc<UnixStream>>,
-    /// QEMU's end, for input.
-    input: Arc<UnixStream>,
+    /// QEMU's end, for input; `None`: an upgrade has lost it, and the console has ended.
+    input: Option<Arc<UnixStream>>,
     /// A line has matched the pattern.
     matches: bool,
     pattern: Option<regex_lite::Regex>,
@@ -47,7 +47,7 @@ struct Inner {
 /// The state of a console that goes over to the next program.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ConsoleState {
-    socket: Kept,
+    socket: Option<Kept>,
     tail: Vec<u8>,
     matches: bool,
     #[serde(with = "moment")]
@@ -72,7 +72,7 @@ impl Console {
                 log,
                 tail: Vec::new(),
                 watchers: Vec::new(),
-                input: Arc::new(socket),
+                input: Some(Arc::new(socket)),
                 matches: false,
                 pattern,
                 first_output: None,
@@ -97,7 +97,7 @@ impl Console {
         let reader = socket.try_clone()?;
         let mut inner = self.lock();
         anyhow::ensure!(inner.ended, "the console is still another QEMU's");
-        inner.input = Arc::new(socket);
+        inner.input = Some(Arc::new(socket));
         inner.tail.clear();
         (inner.matches, inner.pattern, inner.first_output, inner.ended) = (false, pattern, None, false);
         drop(inner);
@@ -110,7 +110,7 @@ impl Console {
     pub fn hand_over(&self, keep: &mut Keep) -> ConsoleState {
         let inner = self.lock();
         ConsoleState {
-            socket: keep.add(&inner.input),
+            socket: inner.input.as_ref().map(|input| keep.add(input)),
             tail: inner.tail.clone(),
             matches: inner.matches,
             first_output: inner.first_output,
@@ -118,31 +118,44 @@ impl Console {
         }
     }
 
-    /// Goes on with the console of a VM that was up in the program before.
-    ///
-    /// # Errors
-    /// When a descriptor is not open, or no thread can be had.
-    pub fn take_over(state: ConsoleState, log: &Path) -> anyhow::Result<Arc<Console>> {
-        let socket = UnixStream::from(state.socket.take()?);
+    /// Goes on with the console of a VM that was up in the program before. Beside it: why that could not be done, where a descriptor is not open
+    /// or no thread can be had. The console has ended then, and goes on with the VM's next QEMU.
+    pub fn take_over(state: ConsoleState, log: &Path) -> (Arc<Console>, anyhow::Result<()>) {
+        let ConsoleState { socket, tail, matches, first_output, ended } = state;
+        let inner = Inner {
+            log: Log::new(log),
+            tail,
+            watchers: Vec::new(),
+            input: None,
+            matches,
+            pattern: None,
+            first_output,
+            ended: true,
+        };
+        let console = Arc::new(Console { inner: Mutex::new(inner), said: Condvar::new() });
+        let taken = match socket {
+            Some(socket) if !ended => console.listen_on(socket),
+            Some(ended) => ended.take().map(drop).map_err(Into::into),
+            None => Ok(()),
+        };
+        (console, taken)
+    }
+
+    fn listen_on(self: &Arc<Self>, socket: Kept) -> anyhow::Result<()> {
+        let socket = UnixStream::from(socket.take()?);
         let reader = socket.try_clone()?;
-        let console = Arc::new(Console {
-            inner: Mutex::new(Inner {
-                log: Log::new(log),
-                tail: state.tail,
-                watchers: Vec::new(),
-                input: Arc::new(socket),
-                matches: state.matches,
-                pattern: None,
-                first_output: state.first_output,
-                ended: state.ended,
-            }),
-            said: Condvar::new(),
-        });
-        if !state.ended {
-            let own = console.clone();
-            std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
+        {
+            let mut inner = self.lock();
+            (inner.input, inner.ended) = (Some(Arc::new(socket)), false);
         }
-        Ok(console)
+        let own = self.clone();
+        let pump = std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader));
+        if let Err(e) = pump {
+            let mut inner = self.lock();
+            (inner.input, inner.ended) = (None, true);
+            return Err(e.into());
+        }
+        Ok(())
     }
 
     /// Sends those away who watch: the VM is over.
@@ -245,10 +258,7 @@ impl Console {
     /// guest that does not, once the buffers between them hold some 100 KB.
     pub fn is_ready_within(&self, limit: Timespec) -> bool {
         let inner = self.lock();
-        if inner.ended {
-            return true;
-        }
-        let input = inner.input.clone();
+        let Some(input) = inner.input.clone().filter(|_| !inner.ended) else { return true };
         drop(inner);
         // type_in() tells of an error.
         !matches!(rustix::event::poll(&mut [PollFd::new(&*input, PollFlags::OUT)], Some(&limit)), Ok(0))
@@ -260,10 +270,7 @@ impl Console {
     /// When QEMU is gone.
     pub fn type_in(&self, data: &[u8]) -> std::io::Result<()> {
         let inner = self.lock();
-        if inner.ended {
-            return Ok(());
-        }
-        let input = inner.input.clone();
+        let Some(input) = inner.input.clone().filter(|_| !inner.ended) else { return Ok(()) };
         // A guest that does not read must not keep what it says from being heard.
         drop(inner);
         (&*input).write_all(data)

@@ -22,7 +22,7 @@ use super::handover::{ClientState, Paused, ServerState, Taken};
 use super::process::Process;
 use super::{VECTORS, host, wire};
 use crate::door::{Door, DoorState};
-use crate::keep::{Keep, Kept};
+use crate::keep::Keep;
 use crate::{Error, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
@@ -85,12 +85,12 @@ enum Command {
     Stop,
 }
 
-type Bells = Arc<Mutex<BTreeMap<u16, Doorbell>>>;
+pub(super) type Bells = Arc<Mutex<BTreeMap<u16, Doorbell>>>;
 
 /// A connected doorbell.
-struct Doorbell {
-    member: MemberId,
-    vectors: Vec<Arc<OwnedFd>>,
+pub(super) struct Doorbell {
+    pub(super) member: MemberId,
+    pub(super) vectors: Vec<Arc<OwnedFd>>,
 }
 
 /// The doorbell server of one zone. Dropping it stops the thread, closes connections and removes its sockets.
@@ -108,41 +108,7 @@ impl DoorbellServer {
         Self::begin(zone, hosts, Bells::default(), |_| ())
     }
 
-    /// Goes on as the server that the program before has left.
-    ///
-    /// # Errors
-    /// When a descriptor is not open, or no thread can be had.
-    pub fn resume(zone: Arc<Zone>, state: ServerState) -> Result<(DoorbellServer, Receiver<Event>)> {
-        let failed = |e| Error::io("taking over a doorbell server", e);
-        let take = |kept: Kept| kept.take().map(Arc::new).map_err(failed);
-        let hosts = state.hosts.resume().map_err(failed)?;
-        let members: BTreeMap<u16, MemberId> = state.clients.iter().map(|c| (c.peer, c.member)).collect();
-        let mut bells = BTreeMap::new();
-        for (peer, vectors) in state.bells {
-            let vectors = vectors.into_iter().map(take).collect::<Result<Vec<_>>>()?;
-            // Each peer with a doorbell is a client.
-            if let Some(member) = members.get(&peer) {
-                bells.insert(peer, Doorbell { member: *member, vectors });
-            }
-        }
-        let mut clients = BTreeMap::new();
-        for client in state.clients {
-            let ClientState { peer, member, stream, backlog } = client;
-            let backlog = backlog.into_iter().map(|(value, fd)| Ok((value, fd.map(take).transpose()?)));
-            let backlog = backlog.collect::<Result<VecDeque<_>>>()?;
-            let stream = stream.take().map_err(failed)?.into();
-            clients.insert(peer, Client { member, stream, backlog });
-        }
-        let mut unnamed = VecDeque::new();
-        for stream in state.unnamed {
-            unnamed.push_back(stream.take().map_err(failed)?.into());
-        }
-        Self::begin(zone, hosts, Arc::new(Mutex::new(bells)), |work| {
-            (work.clients, work.unnamed, work.next_peer) = (clients, unnamed, state.next_peer);
-        })
-    }
-
-    fn begin(
+    pub(super) fn begin(
         zone: Arc<Zone>,
         hosts: Door,
         bells: Bells,
@@ -297,24 +263,24 @@ struct Listening {
     allowance: Allowance,
 }
 
-struct Client {
-    member: MemberId,
-    stream: UnixStream,
-    backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)>,
+pub(super) struct Client {
+    pub(super) member: MemberId,
+    pub(super) stream: UnixStream,
+    pub(super) backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)>,
 }
 
-struct Work {
+pub(super) struct Work {
     zone: Arc<Zone>,
     hosts: Door,
     /// Processes of the host that have not sent their member number yet.
-    unnamed: VecDeque<UnixStream>,
+    pub(super) unnamed: VecDeque<UnixStream>,
     commands: Receiver<Command>,
     events: Sender<Event>,
     wake: Arc<OwnedFd>,
     bells: Bells,
     listeners: BTreeMap<MemberId, Listening>,
-    clients: BTreeMap<u16, Client>,
-    next_peer: Option<u16>,
+    pub(super) clients: BTreeMap<u16, Client>,
+    pub(super) next_peer: Option<u16>,
     /// No connection is accepted before this time.
     closed_until: Option<Instant>,
 }
@@ -587,24 +553,33 @@ impl Work {
             lock(&self.bells).remove(&peer);
             let member = client.member;
             drop(client);
-            let still = self.zone.doorbell(member).is_ok_and(|there| there == Some(peer));
-            if still {
-                // The zone was writable when the slot was set.
-                let _ = self.zone.set_doorbell(member, None);
-            }
-            self.tell(Event::Left { member, peer, why });
-            for (other, client) in &mut self.clients {
-                client.backlog.push_back((i64::from(peer), None));
-                if client.backlog.len() > MAX_BACKLOG {
-                    gone.push((*other, format!("it has not read {MAX_BACKLOG} messages")));
-                }
-            }
+            let late = self.announce_end(member, peer, why);
+            gone.extend(
+                late.into_iter().map(|other| (other, format!("it has not read {MAX_BACKLOG} messages"))),
+            );
         }
         let others: Vec<u16> = self.clients.keys().copied().collect();
         for other in others {
             // flush() may call this again; each time with a client less.
             self.flush(other);
         }
+    }
+
+    /// Takes a peer that is no client any more out of its member's slot, and tells the clients. Returns those that have not read for too long.
+    pub(super) fn announce_end(&mut self, member: MemberId, peer: u16, why: String) -> Vec<u16> {
+        if self.zone.doorbell(member).is_ok_and(|there| there == Some(peer)) {
+            // The zone was writable when the slot was set.
+            let _ = self.zone.set_doorbell(member, None);
+        }
+        self.tell(Event::Left { member, peer, why });
+        let mut late = Vec::new();
+        for (other, client) in &mut self.clients {
+            client.backlog.push_back((i64::from(peer), None));
+            if client.backlog.len() > MAX_BACKLOG {
+                late.push(*other);
+            }
+        }
+        late
     }
 
     fn hand_over(&self) -> io::Result<Taken> {

@@ -82,9 +82,11 @@ impl Server {
             .map_err(|e| Error::io("starting a thread", e))?;
         let (listening, guests) = (BTreeMap::new(), BTreeMap::new());
         let mut server = Server { zone, bells, room, happenings, sender, listening, guests };
+        // Those of the records first: members may have written names into all slots, and names that can't be served.
+        let recorded = server.look();
         server.adopt()?;
-        server.look()?;
-        Ok(server)
+        let looked = recorded.and(server.look());
+        if server.listening.is_empty() { looked.map(|()| server) } else { Ok(server) }
     }
 
     /// Serves until no VM is invited any more. `say` gets a line for each VM that comes or goes.

@@ -45,16 +45,28 @@ impl ZoneState {
     pub fn resume(self) -> Result<Zone> {
         let failed = |e| Error::io("taking over a zone's memory", e);
         let file = File::from(self.memory.take().map_err(failed)?);
-        let owner = self.owner.map(Kept::take).transpose().map_err(failed)?;
         let mem = SharedMem::map(file.as_fd(), 0, self.header.size, true)?;
-        let owner =
-            owner.map(|fd| Owner { lock: Own::resume(fd, OWNER_BYTE), ledger: Ledger::resume(self.ledger) });
+        let owner = match self.owner {
+            Some(kept) => Some(Owner::of(own(kept, &file)?, Ledger::resume(self.ledger))?),
+            None => None,
+        };
         Ok(Zone { file, mem, header: self.header, label: self.label, owner })
+    }
+}
+
+/// The owner's lock; one whose descriptor is gone is free, and is taken anew.
+fn own(kept: Kept, file: &File) -> Result<Own> {
+    match kept.take() {
+        Ok(fd) => Ok(Own::resume(fd)),
+        Err(e) => Own::try_hold(file.as_fd(), OWNER_BYTE)?
+            .ok_or_else(|| Error::io("taking over the owner's lock of a zone", e)),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+
     use super::*;
     use crate::{Rights, Role, ZoneConfig};
 
@@ -73,7 +85,14 @@ mod tests {
         assert_eq!((zone.name(), zone.member(member).unwrap().name.as_str()), ("z", "a"));
         assert!(zone.declare_dead(member).unwrap());
         let memory = zone.as_fd().try_clone_to_owned().unwrap();
+        let state = serde_json::to_string(&ZoneState::of(&zone, &mut Keep::default())).unwrap();
         drop(zone);
         assert!(!crate::liveness::is_held(memory.as_fd(), OWNER_BYTE).unwrap(), "the lock was this owner's");
+        // A lock whose descriptor is gone is taken anew.
+        let mut state: serde_json::Value = serde_json::from_str(&state).unwrap();
+        (state["memory"], state["owner"]) = (memory.as_raw_fd().into(), 1_000_000.into());
+        let zone = serde_json::from_value::<ZoneState>(state).unwrap().resume().unwrap();
+        std::mem::forget(memory);
+        assert!(crate::liveness::is_held(zone.as_fd(), OWNER_BYTE).unwrap());
     }
 }

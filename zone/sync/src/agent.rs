@@ -35,7 +35,8 @@ impl Agent {
             zone: zone.name().to_owned(),
             why: format!("{what}: {error}"),
         };
-        let member = zone.join(zone.invite("host", Role::Host, Rights::READ_WRITE)?)?;
+        let (id, liveness) = zone.claim("host", Role::Host, Rights::READ_WRITE)?;
+        let member = zone.join_claimed(id, liveness)?;
         // The area fits an usize: it is mapped.
         let (base, len) = (zone.area_ptr(&area)?, area.len as usize);
         // SAFETY: the area is mapped for writing as long as `zone` lives, which is beyond this call.

@@ -140,7 +140,10 @@ static int self_get(char *buf, const struct kernel_param *kp)
 static const struct kernel_param_ops self_ops = { .get = self_get };
 module_param_cb(self, &self_ops, NULL, 0444);
 
-/* "leave" takes the device away, as an unmount does, though processes have it open. Another write joins the zone as the member whose doorbell this guest has, and makes the device of its SYNC area. */
+/*
+ * "leave" takes the device away, as an unmount does, though processes have it open. Another write joins the zone as the member whose doorbell this guest
+ * has, and makes the device of its SYNC area.
+ */
 static struct tmb_syncdev *syncdev;
 
 static int join_set(const char *val, const struct kernel_param *kp)

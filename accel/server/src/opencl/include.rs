@@ -7,7 +7,6 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use tombolo_accel_spec::opencl::cl;
 use tombolo_calls::say;
 
@@ -44,9 +43,16 @@ fn write(place: &Path, last: u32, files: &[(u32, &Path, &[u8])]) -> io::Result<(
     Ok(())
 }
 
+/// Writes them beside their place, into a folder that no other worker can have left there, and then moves that.
+fn made(all: &Path, place: &Path, last: u32, files: &[(u32, &Path, &[u8])]) -> io::Result<()> {
+    std::fs::create_dir_all(all)?;
+    let fresh = tempfile::tempdir_in(all)?;
+    write(fresh.path(), last, files)?;
+    std::fs::rename(fresh.path(), place)
+}
+
 /// Puts files where they can be included from; the options that say so, with a blank at their end.
 pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -> Result<String, i32> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
     let Some(last) = folders.iter().copied().max() else { return Ok(String::new()) };
     if folders.len() != names.len() || names.len() != texts.len() || last >= FOLDERS {
         return Err(cl::INVALID_VALUE);
@@ -61,15 +67,10 @@ pub fn keep(scratch: &Path, folders: &[u32], names: &[&[u8]], texts: &[&[u8]]) -
     let place = all.join(format!("{:016x}", hash.finish()));
     if !place.is_dir() {
         // Another thread, or worker, may be doing the same: the first has done it for both.
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let fresh = all.join(format!("{}-{number}", std::process::id()));
-        let made = write(&fresh, last, &files).and_then(|()| std::fs::rename(&fresh, &place));
-        if let Err(e) = made {
-            let removed = std::fs::remove_dir_all(&fresh);
-            if !place.is_dir() {
-                say!("tombolo accel: included files: {}: {e}; removed: {removed:?}", fresh.display());
-                return Err(cl::OUT_OF_RESOURCES);
-            }
+        let made = made(&all, &place, last, &files);
+        if let Some(e) = made.err().filter(|_| !place.is_dir()) {
+            say!("tombolo accel: included files: {}: {e}", place.display());
+            return Err(cl::OUT_OF_RESOURCES);
         }
     }
     Ok((0..=last).map(|i| format!("-I{} ", folder(&place, i).display())).collect())

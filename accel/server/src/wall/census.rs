@@ -6,7 +6,7 @@
 //! worker can't ask the kernel to forget its children (see [`super::calls`]).
 
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -17,6 +17,8 @@ const RARELY: u8 = 8;
 /// The most processes that a driver could have a use for: linkers of kernels that are built at once.
 const MOST: usize = 128;
 
+const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+
 /// The view of one worker's processes.
 pub struct Census {
     proc: OwnedFd,
@@ -25,6 +27,30 @@ pub struct Census {
     /// Looks until the next one that looks.
     rest: u8,
     cpu: Duration,
+}
+
+/// Returns whether a thread of a process has a processor or waits for one. `task` is the process's folder of threads.
+pub fn is_ready_to_run(task: &OwnedFd) -> bool {
+    let state = |thread: &CStr| {
+        let path = [thread.to_bytes(), b"/stat"].concat();
+        let file = rustix::fs::openat(task, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
+        // Number, name of at most 15 bytes in parentheses, state.
+        let mut stat = [0; 64];
+        let n = rustix::io::read(&file, &mut stat).ok()?;
+        state(&stat[..n])
+    };
+    // An error: the process, or the thread, has ended.
+    let threads = Dir::read_from(task).into_iter().flatten().flatten();
+    threads
+        .filter(|t| t.file_name() != c"." && t.file_name() != c"..")
+        .any(|t| state(t.file_name()) == Some(b'R'))
+}
+
+/// The state of a thread, by the beginning of its line in /proc.
+fn state(stat: &[u8]) -> Option<u8> {
+    // The name before may have any characters.
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    stat.get(end + 2).copied()
 }
 
 /// Clock ticks of processor time: the process's own, and those of its children that it has waited for.
@@ -44,8 +70,7 @@ fn duration(ticks: u64) -> Duration {
 impl Census {
     /// None: the worker has no /proc of its own yet, or has ended.
     pub fn of(pid: u32) -> Option<Census> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let proc = rustix::fs::openat(CWD, format!("/proc/{pid}/root/proc"), flags, Mode::empty()).ok()?;
+        let proc = rustix::fs::openat(CWD, format!("/proc/{pid}/root/proc"), FOLDER, Mode::empty()).ok()?;
         Census::from_folder(proc)
     }
 
@@ -98,6 +123,15 @@ impl Census {
         self.cpu
     }
 
+    /// Returns whether one of those that the last look found has a processor or waits for one.
+    pub fn is_ready_to_run(&self) -> bool {
+        let task = |pid: &CString| {
+            let path = [pid.to_bytes(), b"/task"].concat();
+            rustix::fs::openat(&self.proc, path, FOLDER, Mode::empty()).ok()
+        };
+        self.others.iter().filter_map(task).any(|task| is_ready_to_run(&task))
+    }
+
     /// Returns whether the last look found other processes.
     pub fn has_others(&self) -> bool {
         !self.others.is_empty()
@@ -118,8 +152,9 @@ impl Census {
                 return;
             }
             for pid in now.iter().filter(|pid| !before.contains(pid)) {
-                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-                let Ok(process) = rustix::fs::openat(&self.proc, pid, flags, Mode::empty()) else { continue };
+                let Ok(process) = rustix::fs::openat(&self.proc, pid, FOLDER, Mode::empty()) else {
+                    continue;
+                };
                 // SAFETY: integers, and no further information. It fails only where the process has ended.
                 let _ended = unsafe {
                     libc::syscall(
@@ -145,6 +180,23 @@ mod tests {
         let stat = "7 (a) b (c) R 1 7 7 0 -1 4194304 1 0 0 0 11 12 13 14 20 0 1 0 5 0 0";
         assert_eq!(ticks(stat), Some((23, 27)));
         assert_eq!(ticks("7 (short) R 1"), None);
+    }
+
+    #[test]
+    fn a_process_with_a_thread_that_runs_is_ready_and_one_whose_threads_sleep_is_not() {
+        let task = |pid: u32| {
+            rustix::fs::openat(CWD, format!("/proc/{pid}/task"), FOLDER, Mode::empty()).expect("it lives")
+        };
+        assert!(is_ready_to_run(&task(std::process::id())));
+        let mut sleeps = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let sleeping = task(sleeps.id());
+        while is_ready_to_run(&sleeping) {
+            std::thread::yield_now();
+        }
+        sleeps.kill().expect("it sleeps");
+        sleeps.wait().expect("its end");
+        assert!(!is_ready_to_run(&sleeping));
+        assert_eq!((state(b"7 (a) R) S 1"), state(b"7 (a")), (Some(b'S'), None));
     }
 
     #[test]

@@ -156,7 +156,7 @@ mod tests {
         let told = serde_json::to_string(&wall).expect("JSON");
         // The thread that starts it has to live as long: this one.
         let name = "wall::tests::libraries_get_errors_behind_the_wall_and_nobody_is_killed";
-        let arguments = ["test", "--exact", name, "--test-threads=1"].map(str::to_owned).to_vec();
+        let arguments = ["test", "--exact", name, "--test-threads=1"].map(Into::into).to_vec();
         let (said, says) = std::os::unix::net::UnixStream::pair().expect("a pair");
         let fd = std::os::fd::AsFd::as_fd(&says);
         let process = spawn::spawn(&spawn::Start {

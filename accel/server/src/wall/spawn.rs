@@ -3,10 +3,11 @@
 //! nor a process in a cgroup.
 
 use rustix::pipe::PipeFlags;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, OsString, c_char};
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 /// Variables that a worker gets, by how their names begin: what loaders, drivers, compilers and the C library read. Whatever else stands in the server's
@@ -48,7 +49,7 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 pub struct Start<'a> {
     /// Arguments, the program's name first.
-    pub arguments: Vec<String>,
+    pub arguments: Vec<OsString>,
     /// Variables beside those of this process that drivers read.
     pub variables: &'a [(&'a str, &'a str)],
     /// Its descriptors, from 0 on. It gets no others.
@@ -147,7 +148,7 @@ fn maps() -> [(&'static CStr, CString); 3] {
 /// # Errors
 /// The kernel doesn't make such a process.
 pub fn spawn(start: &Start<'_>) -> io::Result<Process> {
-    let arguments = strings(start.arguments.iter().map(|a| a.clone().into_bytes()));
+    let arguments = strings(start.arguments.iter().map(|a| a.as_bytes().to_owned()));
     let variables = variables(start.variables);
     // First out of the way of the numbers they get.
     let above = start.descriptors.len() as RawFd;

@@ -36,7 +36,7 @@ pub fn library() -> &'static Path {
         let bin = Path::new(env!("CARGO_BIN_EXE_tombolo-accel"));
         let beside = bin.parent().expect("a program lies in a folder");
         let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "-q", "-p", "tombolo-opencl", "--target-dir"]);
+        build.args(["build", "-q", "--locked", "--workspace", "--target-dir"]);
         build.arg(beside.parent().expect("target"));
         if beside.ends_with("release") {
             build.arg("--release");
@@ -82,6 +82,9 @@ pub fn compile_with(source: &Path, program: &Path, options: &[&str]) {
 /// GiB that the native driver may use: without it, what it reports follows the memory that happens to be free.
 pub const MEMORY: &str = "2";
 
+/// Longer than anything here takes, also on a machine that others keep busy.
+pub const TIMEOUT: Duration = Duration::from_secs(300);
+
 pub struct Server {
     pub child: Child,
     pub socket: PathBuf,
@@ -103,11 +106,13 @@ impl Server {
     pub fn run(mut command: Command, name: &str, options: &[&str]) -> Server {
         let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
         let control = socket.with_extension("control");
+        if command.get_envs().all(|(name, _)| name != "POCL_CACHE_DIR") {
+            command.env("POCL_CACHE_DIR", folder().join("cache"));
+        }
         let child = command
             .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
             .arg(&control)
             .args(options)
-            .env("POCL_CACHE_DIR", folder().join("cache"))
             .env("POCL_MEMORY_LIMIT", MEMORY)
             .stderr(Stdio::piped())
             .spawn()
@@ -115,8 +120,8 @@ impl Server {
         let begun = Instant::now();
         // The socket's appearance says that the server listens.
         while !(socket.exists() && control.exists()) {
-            assert!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
-            std::thread::yield_now();
+            assert!(begun.elapsed() < TIMEOUT, "the server doesn't listen");
+            std::thread::sleep(Duration::from_millis(1));
         }
         Server { child, socket, control }
     }

@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -141,6 +142,14 @@ impl Mounted {
         command.args(["files", "mount", "--foreground", "--member", &format!("copy-{own}")]);
         command.args(read_only.then_some("--read-only"));
         command.args(area.map(|area| format!("--area={area}"))).arg("--").arg(zone).arg(&point);
+        // A copy that is killed leaves no mount.
+        let end_with_copy = move || {
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
+            if parent == Some(own) { Ok(()) } else { Err(std::io::ErrorKind::BrokenPipe.into()) }
+        };
+        // SAFETY: makes system calls only, and allocates nothing.
+        unsafe { command.pre_exec(end_with_copy) };
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
         let child = spawned.context("starting tombolo files mount");
         let mut mounted = Mounted {

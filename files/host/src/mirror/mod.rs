@@ -2,16 +2,17 @@
 //! Makes one directory tree equal to another. Equal entries are left alone, so a second run copies only the changes.
 //!
 //! It keeps contents (holes stay holes), modes, owners, times, extended attributes (ACLs among them), symbolic links, hard links within the
-//! tree, and special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed.
+//! tree, and special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed when
+//! it has its owner and mode. No other user can read of a copy what is not readable in the source, also while it is made or when it ends in the middle.
 //!
 //! Both trees may change meanwhile, and either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
-use std::fs::{self, File, Metadata};
+use std::fs::{self, DirBuilder, File, Metadata};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
@@ -119,7 +120,8 @@ impl Copy<'_> {
                 self.done.same += 1;
             } else {
                 clear(&target.path, there.as_ref())?;
-                fs::create_dir(&target.path)?;
+                // What is in it may be readable: its own mode comes last.
+                DirBuilder::new().mode(0o700).create(&target.path)?;
                 self.done.copied += 1;
             }
         } else if !self.rights.devices && is_device(&meta) {
@@ -149,14 +151,12 @@ impl Copy<'_> {
         if let Some(there) = there.filter(|t| is_same(meta, t, source, target)) {
             if there.nlink() > 1 && meta.nlink() == 1 {
                 // Its other name may belong to a different file of the source.
-                self.replace(source, target, meta, Some(there))?;
-            } else {
-                self.done.same += 1;
+                return self.replace(source, target, meta, Some(there));
             }
-        } else {
-            self.replace(source, target, meta, there)?;
+            self.done.same += 1;
+            return self.attributes(source, target, meta);
         }
-        self.attributes(source, target, meta)
+        self.replace(source, target, meta, there)
     }
 
     /// Makes a further name of a copied file.
@@ -199,8 +199,9 @@ impl Copy<'_> {
             } else {
                 FileType::CharacterDevice
             };
-            rustix::fs::mknodat(CWD, &new, what, Mode::from_raw_mode(meta.mode() & 0o777), meta.rdev())?;
+            rustix::fs::mknodat(CWD, &new, what, Mode::from_raw_mode(meta.mode() & 0o700), meta.rdev())?;
         }
+        self.attributes(source, &new, meta)?;
         fs::rename(&new, target)?;
         self.done.copied += 1;
         Ok(())
@@ -322,7 +323,8 @@ fn contents(source: &Path, meta: &Metadata, new: &Path) -> anyhow::Result<u64> {
     if (opened.dev(), opened.ino(), opened.is_file()) != (meta.dev(), meta.ino(), true) {
         bail!("another file came in its place while it was copied");
     }
-    let to = File::options().write(true).create_new(true).open(new)?;
+    // No other user reads what is in it before it has its own mode.
+    let to = File::options().write(true).create_new(true).mode(0o600).open(new)?;
     let size = opened.len();
     to.set_len(size)?;
     let mut buffer = vec![0; PIECE];
@@ -496,6 +498,29 @@ mod tests {
         let done = run(from.path(), to.path(), true);
         assert_eq!((done.removed, done.bytes), (1, 0), "{done:?}");
         assert_eq!(picture(from.path()), picture(to.path()));
+    }
+
+    #[test]
+    fn a_copy_in_the_middle_shows_no_other_user_what_the_source_does_not() {
+        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (private, secret) = (from.path().join("private"), from.path().join("private/secret"));
+        fs::create_dir(&private).unwrap();
+        fs::write(&secret, "key").unwrap();
+        fs::set_permissions(&private, fs::Permissions::from_mode(0o700)).unwrap();
+        let open = |path: &Path| fs::symlink_metadata(path).unwrap().mode() & 0o077;
+        let mut seen = 0;
+        try_run(from.path(), to.path(), Rights::ALL, &mut |_| {
+            let copy = to.path().join("private");
+            if copy.exists() {
+                assert_eq!(open(&copy), 0);
+                seen += 1;
+            }
+        })
+        .unwrap();
+        assert_eq!(seen, 2, "the folder, and the file in it");
+        let unfinished = to.path().join(UNFINISHED);
+        contents(&secret, &fs::metadata(&secret).unwrap(), &unfinished).unwrap();
+        assert_eq!(open(&unfinished), 0);
     }
 
     #[test]

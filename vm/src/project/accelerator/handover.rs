@@ -15,6 +15,7 @@ use super::{Accelerator, Runs, Server, lock, names};
 use crate::compose::accelerator::{AccelSpec, AccelUse};
 use crate::machine::Machine;
 use crate::project::keeper::{Keeper, KeeperState};
+use crate::project::losses::Losses;
 use crate::project::owner::Owner;
 use crate::project::peer::Peer;
 use crate::project::zones::{HostZone, HostZoneState};
@@ -72,26 +73,36 @@ impl Accelerator {
         Ok((AcceleratorState { name, spec, scratch, slots, link, runs }, paused))
     }
 
-    /// Goes on with an accelerator of the program before; `dir` is the project's folder.
+    /// Goes on with an accelerator of the program before; `dir` is the project's folder. A VM whose zone can't be taken over has no accelerator until
+    /// it is started again; a server that can't be reached, or has lost a zone, is started again.
     ///
     /// # Errors
-    /// Those of its zones, and when its server is no child of this process.
+    /// When there is no thread for its server.
     pub fn take_over(
         left: AcceleratorState,
         dir: &Path,
         machines: &BTreeMap<String, Arc<Machine>>,
+        losses: &mut Losses,
     ) -> anyhow::Result<Accelerator> {
         let mut slots = BTreeMap::new();
+        let mut whole = true;
         for (vm, slot) in left.slots {
-            let SlotState { zone, used, served, library, reach } = slot;
-            let zone = Arc::new(HostZone::take_over(zone)?);
-            let (channels, window) = used.geometry();
-            let channels = reach
-                .map(|reach| anyhow::Ok(Channels { area: zone.resume_calls(channels, window)?, reach }))
-                .transpose()?;
-            slots.insert(vm, Slot { zone, used, served, library, channels });
+            match slot.resume(losses) {
+                Ok(slot) => drop(slots.insert(vm, slot)),
+                Err(e) => {
+                    whole = false;
+                    losses.of_vm(&vm, &format!("its accelerator '{}'", left.name), format!("{e:#}"));
+                }
+            }
         }
-        let link = left.link.map(Kept::take).transpose()?;
+        let link = left.link.map(Kept::take).transpose().unwrap_or_else(|e| {
+            whole = false;
+            let name = &left.name;
+            losses.note(format!(
+                "the accelerator '{name}' has lost the connection to its server ({e}), which is started again"
+            ));
+            None
+        });
         let link = link.map(|socket| Arc::new(Mutex::new(Peer::new(UnixStream::from(socket)))));
         let server = Arc::new(Server {
             name: left.name,
@@ -103,12 +114,29 @@ impl Accelerator {
         });
         let runs = match left.runs {
             RunsState::Here(kept) => {
-                Runs::Here(Keeper::take_over(names(&server.name, dir), server.clone(), kept)?)
+                let keeper = Keeper::take_over(names(&server.name, dir), server.clone(), kept, losses)?;
+                if !whole {
+                    keeper.start_again();
+                }
+                Runs::Here(keeper)
             }
             RunsState::In { vm, starts } => {
                 Runs::In(Arc::new(Owner::take_over(&vm, starts, machines.get(&vm))))
             }
         };
         Ok(Accelerator { server, runs })
+    }
+}
+
+impl SlotState {
+    /// # Errors
+    /// Those of its zone.
+    fn resume(self, losses: &mut Losses) -> anyhow::Result<Slot> {
+        let SlotState { zone, used, served, library, reach } = self;
+        let zone = Arc::new(HostZone::take_over(zone, losses)?);
+        let (channels, window) = used.geometry();
+        let channels =
+            reach.map(|reach| anyhow::Ok(Channels { area: zone.resume_calls(channels, window)?, reach }));
+        Ok(Slot { zone, used, served, library, channels: channels.transpose()? })
     }
 }

@@ -19,8 +19,13 @@ use crate::qemu::version::Qemu;
 impl Supervisor {
     /// Called once when a VM's QEMU has ended, on the thread that waits for it.
     pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit, inside: Inside) {
-        self.leave_zones(machine.name(), machine.zones().keys());
+        let left = machine.zones();
+        self.leave_zones(machine.name(), left.keys());
         let sequel = machine.set_ended(exit);
+        // A zone that was attached meanwhile; one that comes later finds that the VM has ended.
+        for name in machine.zones().keys().filter(|name| !left.contains_key(*name)) {
+            self.leave_zone(machine.name(), name);
+        }
         drop(inside);
         self.follow_up(machine, sequel);
     }
@@ -80,7 +85,12 @@ impl Supervisor {
                     return Ok(());
                 }
             };
-            old.stop(&self.mounted(old), Instant::now() + stop::LONGEST, report)?;
+            old.set_restarting(true);
+            let stopped = old.stop(&self.mounted(old), Instant::now() + stop::LONGEST, report);
+            if stopped.is_err() || self.is_ending() {
+                old.set_restarting(false);
+                return stopped;
+            }
             let wanted = Wanted { before: None, slow: true, ..again };
             self.start_one(
                 wanted,
@@ -112,7 +122,9 @@ impl Supervisor {
     ) -> bool {
         let name = old.name();
         let _changing = self.changing.take(Of::Vm(name));
-        if !self.is_current(old) {
+        // A project that ends has no use for it.
+        if !self.is_current(old) || self.is_ending() {
+            self.end_console(old);
             return false;
         }
         let report = |stage: Stage, detail: &str| {
@@ -120,6 +132,7 @@ impl Supervisor {
         };
         let Err(e) = start(&report) else { return false };
         crate::say!("the VM '{name}' {how}, and fails: {e:#}");
+        old.set_restarting(false);
         let is_undecided = self.is_current(old) && old.has_ended() && old.set_next_failed();
         let current = self.lock().machines.get(name).cloned();
         let why = format!("it {how}, and fails: {e:#}");
@@ -159,8 +172,16 @@ impl Supervisor {
         })
     }
 
+    /// Sends those away who watch the console of a VM that does not reboot any more, as a command has stopped it meanwhile.
+    fn end_console(&self, old: &Arc<Machine>) {
+        let next = self.lock().machines.get(old.name()).filter(|next| !Arc::ptr_eq(next, old)).cloned();
+        if next.is_none_or(|next| !std::ptr::eq(next.console(), old.console())) {
+            old.console().close();
+        }
+    }
+
     /// Returns whether this is still the project's machine of that VM.
     fn is_current(&self, machine: &Arc<Machine>) -> bool {
-        self.lock().machines.get(machine.name()).is_some_and(|m| Arc::ptr_eq(m, machine))
+        self.lock().is_current(machine)
     }
 }

@@ -195,9 +195,12 @@ impl Supervisor {
         for (machine, stopped) in chosen.iter().zip(stopped) {
             match stopped {
                 Ok(()) => {
-                    self.leave_zones(machine.name(), machine.zones().keys());
-                    self.lock().machines.remove(machine.name());
-                    disks::discard(&self.dir, Some(machine.name()));
+                    let is_removed = self.lock().remove(machine);
+                    // Where there is a next machine, it has the zones and the disks.
+                    if is_removed {
+                        self.leave_zones(machine.name(), machine.zones().keys());
+                        disks::discard(&self.dir, Some(machine.name()));
+                    }
                 }
                 Err(e) => errors.push(format!("{e:#}")),
             }

@@ -3,6 +3,7 @@
 //! don't wait for them, and after an upgrade the new program serves them.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -39,6 +40,16 @@ pub(super) enum What {
     Events(u64),
     /// The console of this VM.
     Console(String),
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            What::Attend => f.write_str("an 'up --attach'"),
+            What::Events(_) => f.write_str("an 'events'"),
+            What::Console(vm) => write!(f, "a 'console {vm}'"),
+        }
+    }
 }
 
 impl Lasting {

@@ -53,6 +53,7 @@ impl Supervisor {
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
         report(Stage::Starting, growth::advice(&wanted.spec).unwrap_or_default());
+        self.check_parts(&wanted.spec)?;
         let zones = wanted.zones.clone();
         let nics = self.nics(&wanted.name, &wanted.spec);
         let machine = self.start_machine(wanted, &nics, registered)?;
@@ -99,9 +100,8 @@ impl Supervisor {
         self.dir.renew()?;
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
         let devices = growth::Taken::take(&name, &spec)?;
-        let project = self.lock().project.clone();
-        let seed =
-            spec.cloud_init.as_ref().map(|given| seed::make(&project, &name, given, nics)).transpose()?;
+        let given = spec.cloud_init.as_ref();
+        let seed = given.map(|given| seed::make(&self.origin, &name, given, nics)).transpose()?;
         let drives = disks::drives(&self.dir, &name, &spec, &formats)?;
         let group = Group::of(&self.dir, &name, &spec)?;
         let start = Start {
@@ -130,9 +130,26 @@ impl Supervisor {
         let add = |machine: &Arc<Machine>| {
             self.lock().machines.insert(name.clone(), machine.clone());
             registered(machine);
+            // One that `down` has not found in the list.
+            if self.is_ending() {
+                machine.cancel();
+            }
             self.tend_places();
         };
         Machine::start(start, ended, add).inspect_err(|_| self.leave_zones(&name, zones.keys()))
+    }
+
+    /// # Errors
+    /// An upgrade has lost a network or an accelerator of the VM.
+    fn check_parts(&self, spec: &VmSpec) -> anyhow::Result<()> {
+        let inner = self.lock();
+        for name in spec.networks.0.keys().filter(|name| !inner.networks.contains_key(*name)) {
+            inner.check_not_lost(&format!("net.{name}"))?;
+        }
+        for name in spec.accelerators.0.keys().filter(|name| !inner.accelerators.contains_key(*name)) {
+            inner.check_not_lost(&format!("accel.{name}"))?;
+        }
+        Ok(())
     }
 
     /// Mounts the zones in the guest, as far as `zones` says so.

@@ -25,10 +25,15 @@ impl Supervisor {
             accelerator.gone(vm);
         }
         for name in zones {
-            let zone = self.lock().zones.get(name).cloned();
-            if let Some(zone) = zone {
-                zone.gone(vm);
-            }
+            self.leave_zone(vm, name);
+        }
+    }
+
+    /// Ends a VM's membership in a zone of the compose file.
+    pub(super) fn leave_zone(&self, vm: &str, name: &str) {
+        let zone = self.lock().zones.get(name).cloned();
+        if let Some(zone) = zone {
+            zone.gone(vm);
         }
     }
 
@@ -50,12 +55,12 @@ impl Supervisor {
         }
         let zone_use = ZoneUse { mount: mount.map(str::to_owned), rights, ..ZoneUse::default() };
         let invitation = zone.invite(vm, &zone_use)?;
-        if let Err(e) = machine.attach_zone(zone_name, &zone_use, &invitation) {
-            if let hotplug::Failure::Undone(_) = e {
-                zone.gone(vm);
-            }
-            return Err(e.into());
+        let attached = machine.attach_zone(zone_name, &zone_use, &invitation);
+        // Its next QEMU waits for this turn.
+        if matches!(attached, Err(hotplug::Failure::Undone(_))) || machine.has_ended() {
+            zone.gone(vm);
         }
+        attached?;
         mount_zone(&machine, zone_name, &zone, &zone_use).with_context(|| {
             format!("the VM '{vm}' is a member of the zone '{zone_name}' now, but has not mounted it")
         })?;
@@ -91,6 +96,7 @@ impl Supervisor {
 
     pub(super) fn zone(&self, name: &str) -> anyhow::Result<Arc<HostZone>> {
         let inner = self.lock();
+        inner.check_not_lost(&format!("zone.{name}"))?;
         let Some(zone) = inner.zones.get(name) else {
             let hint = crate::compose::nearest(name, inner.zones.keys().map(String::as_str));
             let hint = hint.map_or("declare it in the compose file and run 'tombolo up'".into(), |n| {

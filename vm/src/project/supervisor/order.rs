@@ -92,9 +92,9 @@ pub(super) fn is_healthy(name: &str, machine: &Find<'_>) -> anyhow::Result<bool>
     let Some(machine) = machine(name) else { anyhow::bail!("the VM '{name}' was stopped") };
     match machine.phase() {
         Phase::Up => {}
-        Phase::Booting | Phase::Rebooting => return Ok(false),
-        Phase::Failed | Phase::Ended if machine.is_restart_due() => return Ok(false),
-        Phase::Failed | Phase::Ended | Phase::Stopping => {
+        Phase::Booting => return Ok(false),
+        _ if machine.is_to_start_again() => return Ok(false),
+        _ => {
             anyhow::bail!("the VM '{name}' does not run any more ({})", machine.status().state)
         }
     }

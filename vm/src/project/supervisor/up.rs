@@ -64,6 +64,9 @@ impl Supervisor {
             placement::check_isolation(&project.compose, name, plan)?;
         }
         self.check_owners(&project, &started(&actions).collect())?;
+        for name in project.compose.zone.keys() {
+            self.lock().check_not_lost(&format!("zone.{name}"))?;
+        }
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
         let client = peer.socket();
         let is_cancelled = || self.ending.load(Ordering::Acquire) || session::has_gone(&client);
@@ -96,8 +99,13 @@ impl Supervisor {
         anyhow::bail!("{}", errors.join("\n"))
     }
 
+    /// Returns whether everything is being stopped.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+
     pub(super) fn check_not_ending(&self) -> anyhow::Result<()> {
-        anyhow::ensure!(!self.ending.load(Ordering::Acquire), "cancelled: the project is being taken down");
+        anyhow::ensure!(!self.is_ending(), "cancelled: the project is being taken down");
         Ok(())
     }
 
@@ -347,9 +355,11 @@ impl<'a> Starts<'a> {
         let Ok(machine) = self.supervisor.machine(name) else { return Ok(()) };
         let report = |stage: Stage, detail: &str| self.reporter.stage(name, stage, detail);
         machine.stop(&[], Instant::now() + stop::LONGEST, &report)?;
-        self.supervisor.lock().machines.remove(name);
-        disks::discard(&self.supervisor.dir, Some(name));
-        self.supervisor.leave_zones(name, machine.zones().keys());
+        let is_removed = self.supervisor.lock().remove(&machine);
+        if is_removed {
+            disks::discard(&self.supervisor.dir, Some(name));
+            self.supervisor.leave_zones(name, machine.zones().keys());
+        }
         Ok(())
     }
 }
