@@ -57,11 +57,11 @@ static int value_at(cl_command_queue queue, cl_mem buffer, size_t i)
 	return value;
 }
 
-/* A callback enqueues the next command, whose end calls it again. */
+/* A callback enqueues the next command, whose end calls it again: also from within clSetEventCallback, if the command has ended by then. */
 static struct {
 	cl_command_queue queue;
 	cl_kernel add;
-	int links, failed;
+	int links, returned, failed;
 	pthread_mutex_t lock;
 	pthread_cond_t done;
 } chain = {.lock = PTHREAD_MUTEX_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
@@ -70,18 +70,23 @@ static void CL_CALLBACK next_link(cl_event event, cl_int status, void *user)
 {
 	size_t items = N;
 	cl_event mine;
+	int is_last, failed = status != CL_COMPLETE;
 
 	(void)user;
 	pthread_mutex_lock(&chain.lock);
-	chain.failed |= status != CL_COMPLETE;
-	if (++chain.links < LINKS) {
-		chain.failed |= clEnqueueNDRangeKernel(chain.queue, chain.add, 1, NULL, &items, NULL, 0, NULL, &mine);
-		chain.failed |= clFlush(chain.queue);
-		chain.failed |= clSetEventCallback(mine, CL_COMPLETE, next_link, NULL);
+	is_last = ++chain.links >= LINKS;
+	pthread_mutex_unlock(&chain.lock);
+	if (!is_last) {
+		failed |= clEnqueueNDRangeKernel(chain.queue, chain.add, 1, NULL, &items, NULL, 0, NULL, &mine);
+		failed |= clFlush(chain.queue);
+		failed |= clSetEventCallback(mine, CL_COMPLETE, next_link, NULL);
 	}
+	clReleaseEvent(event);
+	pthread_mutex_lock(&chain.lock);
+	chain.failed |= failed;
+	chain.returned++;
 	pthread_cond_signal(&chain.done);
 	pthread_mutex_unlock(&chain.lock);
-	clReleaseEvent(event);
 }
 
 static void callbacks_in_a_chain(void)
@@ -100,7 +105,7 @@ static void callbacks_in_a_chain(void)
 	check("flush", clFlush(chain.queue));
 	check("callback", clSetEventCallback(first, CL_COMPLETE, next_link, NULL));
 	pthread_mutex_lock(&chain.lock);
-	while (chain.links < LINKS)
+	while (chain.returned < LINKS)
 		pthread_cond_wait(&chain.done, &chain.lock);
 	pthread_mutex_unlock(&chain.lock);
 	printf("chain: %d links, failed %d, value %d\n", chain.links, chain.failed, value_at(chain.queue, buffer, N - 1));
