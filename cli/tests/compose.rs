@@ -101,6 +101,7 @@ fn up_waits_for_health_where_it_is_told_to_and_ps_tells_who_is_unhealthy() {
     assert!(!waited.status.success() && said(&waited).contains("unhealthy"), "{}", said(&waited));
     // It runs on, and may get well.
     std::fs::write(&well, "").unwrap();
+    until("ps shows no good check", || health(&lab) == "healthy");
     lab.good(&["up", "web"]);
     lab.good(&["down"]);
 }

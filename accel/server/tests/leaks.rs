@@ -65,14 +65,11 @@ fn has(pid: u32, scratch: &Path) -> Has {
     }
 }
 
-/// Bytes of private memory that the server has.
+/// Bytes of memory that the server has, without pages of files: another process may begin and end to share those.
 fn memory(pid: u32) -> u64 {
     let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it runs");
-    let of = |name: &str| {
-        let line = rollup.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
-        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
-    };
-    of("Private_Clean:") + of("Private_Dirty:")
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).expect("a line");
+    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
 }
 
 fn kill(pid: u32) {
