@@ -227,7 +227,7 @@ mod tests {
         assert!(reuse());
         assert_eq!(in_fork(|| i32::from(is_null())), 1, "a child has lost a file of its parent");
         drop(own);
-        assert!(is_null(), "a file of somebody else is closed");
+        assert!(is_null(), "another owner's descriptor was closed");
         // SAFETY: the copy that was made here.
         unsafe { libc::close(number) };
     }

@@ -141,7 +141,7 @@ pub struct Below {
 /// A report with the gaps and quanta that it was made of, for its picture.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// What is printed or written as JSON.
+    /// The report as it is printed, or written as JSON.
     pub report: Report,
     /// The gaps of each CPU, explained.
     pub gaps: Vec<(Record, Vec<Explained>)>,

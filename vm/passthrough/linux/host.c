@@ -111,7 +111,7 @@ static void tbp_stop(struct tbp_bypassed *one)
 	if (!pci_wait_for_pending_transaction(one->pdev))
 		pci_warn(one->pdev, "transactions are still pending; the IOMMU blocks them\n");
 	iommu_detach_group(&one->domain, one->group);
-	/* Who has the device's lock may wait for this process, which closes VFIO's files next; VFIO then resets it. */
+	/* Only tried: the holder of the device's lock may wait for this process. If it is held, VFIO resets the device when its files are closed, next. */
 	ret = pci_try_reset_function(one->pdev);
 	if (ret)
 		pci_warn(one->pdev, "not reset (%d); the IOMMU blocks its DMA until VFIO has reset it\n", ret);

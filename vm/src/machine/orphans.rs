@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What VMs whose supervisor died have left on the host, and what became of it.
+//! Devices and isolated CPUs of VMs whose supervisor has died, and whether the host has them back.
 
 /// Things of dead VMs. One that can't be given back keeps no other, and no VM that does not need it.
 #[derive(Debug)]

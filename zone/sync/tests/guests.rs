@@ -127,7 +127,7 @@ fn a_process_that_outlives_its_guests_mount_takes_no_lock() {
             "synctest {DEVICE} later m > /ready & later=$!; while ! grep -q ready /ready; do :; done; \
              echo leave > /sys/module/tmbtest/parameters/join; touch /go; wait $later; [ $? = 135 ]"
         ));
-        assert_eq!(mutex.lock(Some(Duration::ZERO)), Ok(Locked::Clean), "nobody has had it");
+        assert_eq!(mutex.lock(Some(Duration::ZERO)), Ok(Locked::Clean), "no process had taken it");
         guest.run("rmmod tmbtest");
     }
 }
