@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::lab::Lab;
-use common::network::{ethernet, ipv4};
+use common::network::{datagrams_of, ethernet, ipv4};
 use common::outlet::Outlet;
 use common::wire::with_uplink;
 use common::{Rig, frame, wait_for};
@@ -23,7 +23,7 @@ use tombolo_net::forwarding::forward::{BATCH, Pass};
 use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::forwarding::view::Attached;
 use tombolo_net::forwarding::worker::{Pace, Worker};
-use tombolo_net::frames::frame::{GSO_UDP_L4, MAX_FRAME, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::frame::{MAX_FRAME, Mac};
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::port::Port;
@@ -156,14 +156,7 @@ fn a_frame_of_many_segments_is_given_to_a_device_in_many_turns_that_use_up_no_cr
         let data = (0..SEGMENTS).flat_map(|n| [n as u8; SIZE]);
         let udp: Vec<u8> = [0x20, 0, 0x20, 0, 0, 0, 0, 0].into_iter().chain(data).collect();
         let sent = ethernet(to, Rig::mac(0), 0x0800, &ipv4([10, 0, 0, 2], [10, 0, 0, 1], 17, &udp));
-        let header = NetHeader {
-            flags: NEEDS_CSUM,
-            gso_type: GSO_UDP_L4,
-            hdr_len: 42,
-            gso_size: SIZE as u16,
-            csum_start: 34,
-            csum_offset: 6,
-        };
+        let header = datagrams_of(SIZE);
         assert!(rig.nics[0].send_cut(&header, &sent, &[]));
         let mut now = 0;
         let mut given = 0;

@@ -7,12 +7,12 @@ use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex};
 
 use common::lab::Lab;
-use common::network::{ethernet, ipv4};
+use common::network::{datagrams_of, ethernet, ipv4};
 use common::outlet::Outlet;
 use common::{Rig, frame, talk, wait_for};
 use tombolo_net::forwarding::forward::{BATCH, Pass};
 use tombolo_net::forwarding::view::Attached;
-use tombolo_net::frames::frame::{GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
+use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::Uplink;
@@ -107,6 +107,18 @@ fn received(rig: &mut Rig, n: usize) -> usize {
     std::iter::from_fn(|| rig.nics[n].receive()).count()
 }
 
+/// Passes until the guests but the first have received `wanted` frames, and in each turn one to `most`; how many they received.
+fn copies_in_turns(rig: &mut Rig, wanted: usize, most: usize) -> usize {
+    let mut all = 0;
+    while all < wanted {
+        let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
+        let got: usize = (1..rig.nics.len()).map(|n| received(rig, n)).sum();
+        assert!((1..=most).contains(&got), "{got} copies in a turn: {done:?}");
+        all += got;
+    }
+    all
+}
+
 #[test]
 fn a_frame_for_many_ports_is_given_to_them_in_many_turns() {
     const GUESTS: usize = 40;
@@ -115,13 +127,7 @@ fn a_frame_for_many_ports_is_given_to_them_in_many_turns() {
     for n in 0..FRAMES {
         assert!(rig.nics[0].send(&frame(Mac::BROADCAST, Rig::mac(0), 60, n as u8)));
     }
-    let mut all = 0;
-    while all < FRAMES * (GUESTS - 1) {
-        let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
-        let got: usize = (1..GUESTS).map(|n| received(&mut rig, n)).sum();
-        assert!((1..=150).contains(&got), "{got} copies in a turn: {done:?}");
-        all += got;
-    }
+    let all = copies_in_turns(&mut rig, FRAMES * (GUESTS - 1), 150);
     let sent = rig.ports[0].sent();
     assert_eq!((sent.packets, sent.flooded), (FRAMES as u64, FRAMES as u64));
     assert_eq!((sent.packets + sent.copies) as usize, all);
@@ -139,14 +145,7 @@ fn a_frame_of_many_segments_for_many_ports_is_given_to_one_of_them_in_each_turn(
     let mut rig = Rig::new(&configs);
     let udp = [&[0x20, 0, 0x20, 0, 0, 0, 0, 0][..], &[1; SEGMENTS * SIZE]].concat();
     let packet = ipv4([10, 0, 0, 255], [10, 0, 0, 1], 17, &udp);
-    let header = NetHeader {
-        flags: NEEDS_CSUM,
-        gso_type: GSO_UDP_L4,
-        hdr_len: 42,
-        gso_size: SIZE as u16,
-        csum_start: 34,
-        csum_offset: 6,
-    };
+    let header = datagrams_of(SIZE);
     assert!(rig.nics[0].send_cut(&header, &ethernet(Mac::BROADCAST, Rig::mac(0), 0x0800, &packet), &[]));
     for turn in 1..GUESTS {
         let done = rig.forwarder.pass(&rig.view, 0, 0, turn as u64 * 1_000_000);
@@ -187,14 +186,7 @@ fn a_receiver_whose_chains_have_a_thousand_buffers_gives_its_sender_no_longer_tu
     const SIZE: usize = 300;
     let udp = [&[0x20, 0, 0x20, 0, 0, 0, 0, 0][..], &[1; ALL * SIZE]].concat();
     let large = ethernet(Rig::mac(1), Rig::mac(0), 0x0800, &ipv4([10, 0, 0, 2], [10, 0, 0, 1], 17, &udp));
-    let cut = NetHeader {
-        flags: NEEDS_CSUM,
-        gso_type: GSO_UDP_L4,
-        hdr_len: 42,
-        gso_size: SIZE as u16,
-        csum_start: 34,
-        csum_offset: 6,
-    };
+    let cut = datagrams_of(SIZE);
     let small = frame(Rig::mac(1), Rig::mac(0), 60, 1);
     for (packed, segmented) in [(false, false), (false, true), (true, false), (true, true)] {
         let size = 64;
@@ -248,11 +240,5 @@ fn a_frame_of_a_thousand_buffers_for_many_ports_is_given_to_few_of_them_in_each_
     for _ in 0..FRAMES {
         assert!(nic.tx.add(&nic.ram, &buffers, false, Some(table)).is_some());
     }
-    let mut all = 0;
-    while all < FRAMES * (GUESTS - 1) {
-        let done = rig.forwarder.pass(&rig.view, 0, 0, 1);
-        let got: usize = (1..GUESTS).map(|n| received(&mut rig, n)).sum();
-        assert!((1..=10).contains(&got), "{got} copies in a turn: {done:?}");
-        all += got;
-    }
+    copies_in_turns(&mut rig, FRAMES * (GUESTS - 1), 10);
 }

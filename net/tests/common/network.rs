@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use tombolo_net::frames::frame::Mac;
+use tombolo_net::frames::frame::{GSO_UDP_L4, Mac, NEEDS_CSUM, NetHeader};
 
 use super::wait_for;
 
@@ -33,6 +33,18 @@ pub fn sum(bytes: &[u8]) -> [u8; 2] {
         s = (s & 0xffff) + (s >> 16);
     }
     (!(s as u16)).to_be_bytes()
+}
+
+/// Asks for an IPv4 frame's UDP payload to be cut into datagrams of so many bytes.
+pub fn datagrams_of(size: usize) -> NetHeader {
+    NetHeader {
+        flags: NEEDS_CSUM,
+        gso_type: GSO_UDP_L4,
+        hdr_len: 42,
+        gso_size: size as u16,
+        csum_start: 34,
+        csum_offset: 6,
+    }
 }
 
 pub fn ethernet(to: Mac, from: Mac, ethertype: u16, body: &[u8]) -> Vec<u8> {

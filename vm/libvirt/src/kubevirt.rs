@@ -60,6 +60,7 @@ pub fn define(instance: &str, xml: &str) -> anyhow::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::{Path, PathBuf};
     use tombolo_zone::{Backing, ZoneConfig};
 
     const XML: &str = "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'><name>default_web</name>\
@@ -70,16 +71,18 @@ mod tests {
         assert_eq!(define(r#"{"metadata": {"name": "web"}}"#, XML).unwrap(), XML);
     }
 
+    /// The file of a zone, made in `folder`.
+    fn zone_in(folder: &Path) -> PathBuf {
+        let path = folder.join("own.zone");
+        let config = ZoneConfig::new("own", 16 << 20).backing(Backing::File(path.clone()));
+        drop(tombolo_zone::Zone::create(&config).unwrap());
+        path
+    }
+
     #[test]
     fn an_annotated_instance_gets_its_zones_under_its_own_name() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("own.zone");
-        drop(
-            tombolo_zone::Zone::create(
-                &ZoneConfig::new("own", 16 << 20).backing(Backing::File(path.clone())),
-            )
-            .unwrap(),
-        );
+        let path = zone_in(dir.path());
         let list = serde_json::json!([{ "path": path, "rights": "rw" }]).to_string();
         let instance = serde_json::json!({ "metadata": { "name": "web", "namespace": "shop", "annotations": { ANNOTATION: list } } });
         let out = define(&instance.to_string(), XML).unwrap();
@@ -92,13 +95,7 @@ mod tests {
     #[test]
     fn instances_of_different_namespaces_are_different_members() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("own.zone");
-        drop(
-            tombolo_zone::Zone::create(
-                &ZoneConfig::new("own", 16 << 20).backing(Backing::File(path.clone())),
-            )
-            .unwrap(),
-        );
+        let path = zone_in(dir.path());
         let list = serde_json::json!([{ "path": path }]).to_string();
         let of = |namespace: &str, name: &str| {
             let metadata = serde_json::json!({ "name": name, "namespace": namespace, "annotations": { ANNOTATION: list } });
