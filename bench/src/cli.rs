@@ -15,6 +15,7 @@ use crate::net;
 use crate::page;
 use crate::record::{Recorded, Results, command_line};
 use crate::report;
+use crate::topology;
 
 /// Measure side by side with what else there is
 #[derive(Debug, Parser)]
@@ -46,6 +47,8 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_bench_start::cli::Command,
     },
+    /// HPC Challenge, STREAM and noise on the host, in a VM, and in a VM that lies on the host's topology
+    Topology(TopologyArgs),
     /// Write one page of all results, or print the table of one results file again
     Report {
         /// A results file, whose table is printed; without it, the page is written
@@ -126,6 +129,41 @@ struct NetArgs {
     kit: PathBuf,
 }
 
+/// `tombolo bench topology`
+#[derive(Debug, Args)]
+struct TopologyArgs {
+    /// The part of the host on which the VM lies, as the key 'topology' says it
+    #[arg(long, default_value = "host", value_name = "PART")]
+    part: String,
+    /// CPUs of the VM, for the part 'close'
+    #[arg(long, value_name = "N")]
+    cpus: Option<u32>,
+    /// CPUs of each node that are kept for the host
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    reserve: u32,
+    /// Memory of the VMs in MiB
+    #[arg(long, default_value_t = 4096, value_name = "MIB")]
+    memory: u32,
+    /// Order of the matrices [default: so that one takes a fifth of the memory]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    order: Option<u32>,
+    /// Rounds over host, VM and VM with topology
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
+    /// Seconds of each of the two phases of a noise measurement
+    #[arg(long, default_value_t = 10.0, value_name = "SECONDS")]
+    noise: f64,
+    /// Guest kernel: a version of the guest kit
+    #[arg(long, default_value = "6.12")]
+    kernel: String,
+    /// Folder for the results
+    #[arg(long, default_value = "bench/results")]
+    results: PathBuf,
+    /// Folder of the guest kit
+    #[arg(long, default_value = ".cache/guest")]
+    kit: PathBuf,
+}
+
 /// Runs a bench, or shows results.
 ///
 /// # Errors
@@ -140,6 +178,7 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Start { command } => tombolo_bench_start::cli::run(command, json),
+        Command::Topology(args) => interruptible(|| print(&topology(args)?, json)),
         Command::Report { file, results, html } => {
             report(file.as_deref(), &results, html)?;
             Ok(ExitCode::SUCCESS)
@@ -189,6 +228,21 @@ fn net(args: NetArgs) -> Result<Results> {
         kit: std::path::absolute(&args.kit)?,
     };
     net::run(&plan, &args.results, command_line())
+}
+
+fn topology(args: TopologyArgs) -> Result<Results> {
+    let plan = topology::Plan {
+        part: args.part,
+        cpus: args.cpus,
+        reserve: args.reserve,
+        memory_mib: args.memory,
+        order: args.order,
+        rounds: args.rounds,
+        noise_seconds: args.noise,
+        kernel: args.kernel,
+        kit: std::path::absolute(&args.kit)?,
+    };
+    topology::run(&plan, &args.results, command_line())
 }
 
 /// Prints the table of `file`, or writes the page of all results of the folder `results`.

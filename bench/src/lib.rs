@@ -7,6 +7,7 @@
 //! - [`report`]: medians, tables, ratios; [`page`]: the page of all results
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
 //! - [`net`]: the switch beside DPDK's vhost, and beside TAP and a bridge between VMs
+//! - [`topology`]: HPC programs and noise on the host, in a VM, and in a VM that lies on the host's topology
 //! - [`cli`]: `tombolo bench`, with the benches of accelerators (`accel/`) and of starts (`start/`)
 //!
 //! The VMs of a bench, and the end of a bench at Ctrl-C, are in the crate `tombolo_bench_project` (`project/`).
@@ -16,4 +17,5 @@ pub mod files;
 pub mod net;
 pub mod page;
 pub mod report;
+pub mod topology;
 pub use tombolo_record as record;

@@ -23,7 +23,13 @@ fn usage_is_that_of_the_command() {
 fn every_bench_has_a_manual_page() {
     let dir = tempfile::tempdir().unwrap();
     assert!(bench(&["man"]).arg(dir.path()).status().unwrap().success());
-    for page in ["tombolo-bench", "tombolo-bench-files", "tombolo-bench-accel", "tombolo-bench-start-run"] {
+    for page in [
+        "tombolo-bench",
+        "tombolo-bench-files",
+        "tombolo-bench-accel",
+        "tombolo-bench-topology",
+        "tombolo-bench-start-run",
+    ] {
         assert!(dir.path().join(format!("{page}.1")).is_file(), "{page}");
     }
     assert!(!dir.path().join("tombolo-bench-man.1").exists());
@@ -36,7 +42,10 @@ fn a_shell_is_told_the_benches_and_their_options() {
         said(&command.args(words).env("COMPLETE", "zsh").env("_CLAP_COMPLETE_INDEX", index).output().unwrap())
     };
     let benches = complete("1", &[""]);
-    assert!(["files", "net", "accel", "start"].iter().all(|name| benches.contains(name)), "{benches}");
+    assert!(
+        ["files", "net", "accel", "start", "topology"].iter().all(|name| benches.contains(name)),
+        "{benches}"
+    );
     assert!(complete("2", &["files", "--hand"]).starts_with("--handover"), "an option");
 }
 

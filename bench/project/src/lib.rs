@@ -78,9 +78,28 @@ impl Project {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
+    /// Runs a command on the project with --json and returns what it printed; an exit code other than 0 is an error.
+    pub fn json(&self, verb: &str, args: &[&str]) -> Result<serde_json::Value> {
+        interrupt::check()?;
+        let mut command = self.command(verb);
+        command.arg("--json").args(args).stdin(Stdio::null()).stderr(Stdio::inherit());
+        let output = command.output().with_context(|| format!("can't run 'tombolo {verb}'"))?;
+        if !output.status.success() {
+            bail!("'tombolo {verb} --json' failed ({}); what it said stands above", output.status);
+        }
+        serde_json::from_slice(&output.stdout)
+            .with_context(|| format!("'tombolo {verb} --json' printed no JSON"))
+    }
+
     fn ps(&self) -> Result<serde_json::Value> {
-        let output = self.command("ps").arg("--json").output().context("can't run 'tombolo ps'")?;
-        serde_json::from_slice(&output.stdout).context("'tombolo ps --json' printed no JSON")
+        self.json("ps", &[])
+    }
+
+    fn vm(&self, name: &str) -> Result<serde_json::Value> {
+        let ps = self.ps()?;
+        let mut vms = ps["vms"].as_array().into_iter().flatten();
+        let vm = vms.find(|vm| vm["name"] == name).cloned();
+        vm.with_context(|| format!("'tombolo ps --json' names no VM {name}: {ps}"))
     }
 
     /// The process of a network's switch.
@@ -93,13 +112,18 @@ impl Project {
 
     /// The hypervisor of a VM, "kvm" or "tcg".
     pub fn hypervisor(&self, vm: &str) -> Result<String> {
-        let ps = self.ps()?;
-        let vms = ps["vms"].as_array().with_context(|| format!("'tombolo ps --json' names no VMs: {ps}"))?;
-        vms.iter()
-            .find(|v| v["name"] == vm)
-            .and_then(|v| v["hypervisor"].as_str())
-            .map(str::to_lowercase)
-            .with_context(|| format!("'tombolo ps --json' does not say how VM {vm} runs: {ps}"))
+        let entry = self.vm(vm)?;
+        let name = entry["hypervisor"].as_str().map(str::to_lowercase);
+        name.with_context(|| format!("'tombolo ps --json' does not say how VM {vm} runs: {entry}"))
+    }
+
+    /// The host's CPUs on which a VM with `topology` lies, by virtual CPU.
+    pub fn host_cpus(&self, vm: &str) -> Result<Vec<u32>> {
+        let entry = self.vm(vm)?;
+        let vcpus = entry["placement"]["plan"]["vcpus"].as_array();
+        let host = |vcpu: &serde_json::Value| vcpu["host"].as_u64().and_then(|cpu| u32::try_from(cpu).ok());
+        let cpus = vcpus.and_then(|vcpus| vcpus.iter().map(host).collect::<Option<Vec<u32>>>());
+        cpus.with_context(|| format!("'tombolo ps --json' does not say where VM {vm} lies: {entry}"))
     }
 }
 

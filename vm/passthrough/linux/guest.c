@@ -210,7 +210,19 @@ static void tbp_shutdown(void)
 			pr_emerg("the host does not answer; DMA is still untranslated\n");
 }
 
+#ifdef TBP_SYSCORE_HAS_DATA
+static void tbp_syscore_shutdown(void *data)
+{
+	tbp_shutdown();
+}
+
+static const struct syscore_ops tbp_syscore_ops = { .shutdown = tbp_syscore_shutdown };
+static struct syscore tbp_syscore = { .ops = &tbp_syscore_ops };
+#else
 static struct syscore_ops tbp_syscore = { .shutdown = tbp_shutdown };
+#define register_syscore register_syscore_ops
+#define unregister_syscore unregister_syscore_ops
+#endif
 
 /* Devices whose drivers were here first. */
 static int tbp_late(struct device *dev, void *unused)
@@ -246,7 +258,7 @@ static int __init tbp_init(void)
 		tbp_dma_end();
 		goto fail;
 	}
-	register_syscore_ops(&tbp_syscore);
+	register_syscore(&tbp_syscore);
 	pr_info("%u devices, %llu pages of %llu KiB\n", tbp_devices, tbp_guest_map.frames,
 		(1ULL << tbp_guest_map.shift) >> 10);
 	bus_for_each_dev(&pci_bus_type, NULL, NULL, tbp_late);
@@ -262,7 +274,7 @@ static void __exit tbp_exit(void)
 {
 	bus_unregister_notifier(&pci_bus_type, &tbp_notifier);
 	unregister_pm_notifier(&tbp_pm_notifier);
-	unregister_syscore_ops(&tbp_syscore);
+	unregister_syscore(&tbp_syscore);
 	tbp_dma_end();
 	tbp_map_end(&tbp_guest_map);
 	free_page((unsigned long)tbp_page);

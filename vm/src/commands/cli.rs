@@ -287,7 +287,7 @@ fn diagnose(file: &File, vm: Option<&str>, json: bool) -> anyhow::Result<ExitCod
     let findings = match vm {
         Some(vm) => guest_doctor::examine(&file.identify()?, vm)?,
         None => doctor::examine(&std::env::current_dir()?, || {
-            crate::say!("finding out whether KVM works here (once per boot of the host)");
+            crate::say!("finding out whether KVM works here");
         }),
     };
     if json {

@@ -3,8 +3,9 @@
 //! some hosts the device opens and no stock kernel boots. The answer is kept as long as it [holds](Holds).
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -30,7 +31,7 @@ pub struct Verdict {
 pub enum Holds {
     /// A guest has shown it: until the host boots again.
     Boot,
-    /// A guest was too slow, which a busy host explains as well: for [`BRIEF`].
+    /// A guest was too slow, which a busy host explains as well, or QEMU found its own state wrong and aborted: for [`BRIEF`].
     #[default]
     Brief,
     /// There was no guest, for a reason that may pass, such as another hypervisor that uses the CPU or want of memory: for no other start.
@@ -196,8 +197,7 @@ fn run(
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 // A guest that resets itself ends it with success.
-                let by_guest = qemu.wait_within(END)?.is_some_and(|status| status.success());
-                let holds = if by_guest { Holds::Boot } else { Holds::Once };
+                let holds = qemu.wait_within(END)?.map_or(Holds::Once, holds_after);
                 break Some(no(hypervisor, &format!("QEMU ended: {last}"), holds));
             }
         }
@@ -209,6 +209,15 @@ fn run(
         }
     }
     Ok(verdict)
+}
+
+/// How long a no holds where QEMU ended by itself.
+fn holds_after(end: ExitStatus) -> Holds {
+    match end.signal() {
+        None if end.success() => Holds::Boot,
+        Some(libc::SIGABRT) => Holds::Brief,
+        _ => Holds::Once,
+    }
 }
 
 fn no(hypervisor: Hypervisor, what: &str, holds: Holds) -> Verdict {
@@ -269,6 +278,8 @@ mod tests {
         let busy = tried(&format!("echo '{words}' >&2; exit 1"), 60_000);
         assert!(!busy.works && busy.why.contains(words) && busy.holds == Holds::Once, "{busy:?}");
         assert_eq!(tried("kill -KILL $$", 60_000).holds, Holds::Once);
+        let aborted = tried("echo \"Assertion \\`ret == n' failed.\" >&2; kill -ABRT $$", 60_000);
+        assert_eq!((aborted.works, aborted.holds), (false, Holds::Brief));
         let slow = tried("exec sleep 3600", 1);
         assert_eq!(slow.holds, Holds::Brief, "{slow:?}");
         assert_eq!(

@@ -50,7 +50,7 @@ impl Supervisor {
                 let kernel = kit.as_ref().or(boot.as_ref()).map(|b| b.kernel.as_path());
                 let announce = || {
                     tried = true;
-                    let text = "finding out whether KVM works here (once per boot of the host)".into();
+                    let text = "finding out whether KVM works here".into();
                     reporter.send(&Event::Note { text });
                 };
                 verdict = kvm::verdict(qemu, kernel, limit, announce, is_cancelled);
