@@ -63,7 +63,7 @@ pub fn script(ranks: u32, order: u32) -> String {
 
 /// The file hpccinf.txt. Lines are recognized by their places; the words behind the values are comments.
 fn input(ranks: u32, order: u32) -> String {
-    let rows = (1..=ranks.isqrt()).rev().find(|rows| ranks.is_multiple_of(*rows)).unwrap_or(1);
+    let rows = (1..=ranks.isqrt()).rev().find(|rows| ranks % rows == 0).unwrap_or(1);
     let values = [
         "HPC Challenge".to_owned(),
         "-".to_owned(),
