@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tombolo_bench_project::Project;
+use tombolo_bench_project::kit::Kit;
 
 /// A folder with what a run needs: the program, the driver's cache, sockets.
 pub struct Place {
@@ -59,13 +60,7 @@ impl Place {
 
     /// Starts a VM of the guest kit in the folder `kit`, whose programs have this host's devices, and runs the program in it.
     pub fn vm(&self, kit: &Path, kernel: &str) -> Result<(Project, Program)> {
-        let kit = std::path::absolute(kit)?;
-        let base = kit.join(kernel).join("initrd.img");
-        ensure!(
-            base.exists(),
-            "{} is not there: 'make guest' makes it; --no-vms goes without",
-            base.display()
-        );
+        let kit = Kit::new(kit, kernel).context("--no-vms goes without")?;
         let (library, vendors) = (self.path("libtombolo-opencl.so"), self.path("guest-vendors"));
         std::fs::create_dir_all(&vendors)?;
         std::fs::write(vendors.join("tombolo.icd"), "/usr/lib/libtombolo-opencl.so\n")?;
@@ -74,22 +69,14 @@ impl Place {
         // Without what only a debugger reads; a guest's image is memory.
         let stripped = Command::new("strip").arg("-o").args([&library, &self.library]).status();
         ensure!(stripped.context("strip (package binutils)")?.success(), "strip failed");
-        let added = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guest/add"))
-            .arg("--base")
-            .arg(&base)
-            .arg("-o")
-            .arg(&image)
-            .arg(self.path("opencl"))
-            .args([place(&library, "/usr/lib/libtombolo-opencl.so"), place(&vendors, "/etc/OpenCL/vendors")])
-            .env("TOMBOLO_CACHE", kit.parent().unwrap_or(&kit))
-            .stdout(Stdio::null())
-            .status()
-            .context("guest/add")?;
-        ensure!(added.success(), "guest/add failed ({added})");
+        let program = self.path("opencl").display().to_string();
+        let places =
+            [place(&library, "/usr/lib/libtombolo-opencl.so"), place(&vendors, "/etc/OpenCL/vendors")];
+        kit.add(&[&[program][..], &places].concat(), &image)?;
         let compose = format!(
             "name = \"bench-accel\"\n[accel.cl]\nchannels = 1\n\
              [vm.a]\nkernel = {:?}\ninitrd = {image:?}\nmemory = \"768M\"\naccelerators = [\"cl\"]\n",
-            kit.join(kernel).join("vmlinuz"),
+            kit.kernel(),
         );
         let project = Project::up(self.folder.path(), &compose)?;
         let program = Program::of(project.program("a", "opencl"))?;

@@ -2,6 +2,7 @@
 //! A project of VMs that lives as long as one bench, driven through the `tombolo` command as a user drives it.
 
 pub mod interrupt;
+pub mod kit;
 
 use std::env;
 use std::fs;

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
+use tombolo_bench_project::kit::Kit;
 use tombolo_bench_project::{Project, interrupt};
 use tombolo_net_load::load::{Figure, Options};
 
@@ -70,7 +71,8 @@ pub(super) fn run(kernel: &str, kit: &Path, options: &Options, results: &mut Res
         .context("a network namespace for TAP devices and a bridge needs root; --no-vms leaves this out")?;
     let temp = tempfile::tempdir()?;
     let image = temp.path().join("initrd.img");
-    make_image(kernel, kit, &image)?;
+    let kit = Kit::new(kit, kernel)?;
+    kit.add(&["iperf3", "ethtool"].map(String::from), &image)?;
     let mut ways = vec![
         Way { pair: "vm", system: "tombolo", address: "10.86.0.3" },
         Way { pair: "vm", system: "tap-bridge", address: "10.87.1.3" },
@@ -85,7 +87,7 @@ pub(super) fn run(kernel: &str, kit: &Path, options: &Options, results: &mut Res
     let vm = |name: &str, arguments: &[String]| {
         format!(
             "[vm.{name}]\nkernel = {:?}\ninitrd = {:?}\ncpus = 1\nmemory = \"384M\"\nnetworks = [\"lan\", \"out\"]\nqemu_args = {arguments:?}\n",
-            kit.join(kernel).join("vmlinuz"),
+            kit.kernel(),
             image
         )
     };
@@ -108,24 +110,6 @@ pub(super) fn run(kernel: &str, kit: &Path, options: &Options, results: &mut Res
     bench.udp(&ways, results)?;
     bench.round_trips(&ways, results)?;
     bench.idle(results)
-}
-
-/// A guest image with what the VMs run.
-fn make_image(kernel: &str, kit: &Path, image: &Path) -> Result<()> {
-    let base = kit.join(kernel).join("initrd.img");
-    ensure!(base.exists(), "{} is not there: 'make guest' makes it", base.display());
-    let status = Command::new("guest/add")
-        .arg("--base")
-        .arg(&base)
-        .arg("-o")
-        .arg(image)
-        .args(["iperf3", "ethtool"])
-        .env("TOMBOLO_CACHE", kit.parent().unwrap_or(kit))
-        .stdout(Stdio::null())
-        .status()
-        .context("guest/add; run this in the project's folder")?;
-    ensure!(status.success(), "guest/add failed ({status})");
-    Ok(())
 }
 
 /// Makes the host's ends, and says what both VMs' QEMU is told of them: 1 is the bridge, 2 the outside, 3 the bridge with

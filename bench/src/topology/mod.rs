@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use tombolo_bench_project::kit::Kit;
 use tombolo_bench_project::{Project, interrupt, tombolo};
 
 use crate::record::{Better, Machine, Results, Sample};
@@ -48,19 +49,24 @@ pub fn run(plan: &Plan, dir: &Path, command: String) -> Result<Results> {
     let versions = ["hpcc", "openmpi-bin"].map(version).into_iter().collect::<Result<_>>()?;
     let temp = tempfile::tempdir()?;
     let image = temp.path().join("initrd.img");
-    make_image(plan, &image)?;
-    let mut results = Results::create(dir, "topology", Machine::here(command, None, versions))?;
+    let kit = Kit::new(&plan.kit, &plan.kernel)?;
+    kit.add(&items(), &image)?;
+    let up = |keys: &str| Project::up(temp.path(), &compose(plan, &kit.kernel(), &image, keys)).map(Guest);
+    let first = up(&placed(plan))?;
+    let hypervisor = first.0.hypervisor(VM)?;
+    let mut results = Results::create(dir, "topology", Machine::here(command, Some(&hypervisor), versions))?;
+    let mut first = Some(first);
     for round in 1..=plan.rounds {
         eprintln!("round {round} of {}: VM with topology", plan.rounds);
-        let placed = Guest::up(temp.path(), &compose(plan, &image, &placed(plan)))?;
-        let cpus = placed.0.host_cpus(VM)?;
-        measure(&placed, "tombolo", cpus.len() as u32, plan, &mut results)?;
-        drop(placed);
+        let guest = first.take().map_or_else(|| up(&placed(plan)), Ok)?;
+        let cpus = guest.0.host_cpus(VM)?;
+        measure(&guest, "tombolo", cpus.len() as u32, plan, &mut results)?;
+        drop(guest);
         eprintln!("round {round} of {}: host, CPUs {}", plan.rounds, list(&cpus));
         measure(&Host { cpus: list(&cpus) }, "host", cpus.len() as u32, plan, &mut results)?;
         eprintln!("round {round} of {}: VM without topology", plan.rounds);
-        let plain = Guest::up(temp.path(), &compose(plan, &image, &format!("cpus = {}\n", cpus.len())))?;
-        measure(&plain, "vm", cpus.len() as u32, plan, &mut results)?;
+        let guest = up(&format!("cpus = {}\n", cpus.len()))?;
+        measure(&guest, "vm", cpus.len() as u32, plan, &mut results)?;
     }
     Ok(results)
 }
@@ -75,25 +81,12 @@ fn version(package: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A guest image with hpcc and what its launcher loads.
-fn make_image(plan: &Plan, image: &Path) -> Result<()> {
-    let base = plan.kit.join(&plan.kernel).join("initrd.img");
-    ensure!(base.exists(), "{} is not there: 'make guest' makes it", base.display());
+/// What a guest image needs for hpcc: it and its launcher, which loads the other folders' libraries.
+fn items() -> Vec<String> {
     let libraries = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
     let folders = [format!("{libraries}/openmpi"), format!("{libraries}/pmix2"), "/usr/share/openmpi".into()];
-    let status = Command::new("guest/add")
-        .arg("--base")
-        .arg(&base)
-        .arg("-o")
-        .arg(image)
-        .args(["hpcc", "mpirun", "orted"])
-        .args(folders.map(|folder| format!("{folder}:{folder}")))
-        .env("TOMBOLO_CACHE", plan.kit.parent().unwrap_or(&plan.kit))
-        .stdout(Stdio::null())
-        .status()
-        .context("guest/add; run this in the project's folder")?;
-    ensure!(status.success(), "guest/add failed ({status})");
-    Ok(())
+    let folders = folders.map(|folder| format!("{folder}:{folder}"));
+    ["hpcc", "mpirun", "orted"].map(String::from).into_iter().chain(folders).collect()
 }
 
 /// The keys that lay the VM on the host.
@@ -102,8 +95,7 @@ fn placed(plan: &Plan) -> String {
     format!("topology = {:?}\n{cpus}", plan.part)
 }
 
-fn compose(plan: &Plan, image: &Path, keys: &str) -> String {
-    let kernel = plan.kit.join(&plan.kernel).join("vmlinuz");
+fn compose(plan: &Plan, kernel: &Path, image: &Path, keys: &str) -> String {
     // Without a reserve QEMU's own threads run on the VM's CPUs; a file without `topology` has no use for the key.
     let reserve = match plan.reserve {
         0 => String::new(),
@@ -160,12 +152,6 @@ impl Place for Host {
 
 /// A running VM.
 struct Guest(Project);
-
-impl Guest {
-    fn up(dir: &Path, compose: &str) -> Result<Self> {
-        Project::up(dir, compose).map(Self)
-    }
-}
 
 impl Place for Guest {
     fn shell(&self, script: &str) -> Result<String> {
@@ -247,15 +233,15 @@ mod tests {
 
     #[test]
     fn the_vm_on_the_host_has_the_reserve_and_the_other_as_many_cpus() {
-        let image = Path::new("/i.img");
-        let text = compose(&plan(), image, &placed(&plan()));
+        let [kernel, image] = ["/vmlinuz", "/i.img"].map(Path::new);
+        let text = compose(&plan(), kernel, image, &placed(&plan()));
         assert!(
             text.contains("reserve = 2\n[vm.hpc]\n") && text.ends_with("topology = \"host\"\n"),
             "{text}"
         );
         let close = Plan { part: "close".into(), cpus: Some(3), ..plan() };
         assert_eq!(placed(&close), "topology = \"close\"\ncpus = 3\n");
-        let plain = compose(&plan(), image, "cpus = 3\n");
+        let plain = compose(&plan(), kernel, image, "cpus = 3\n");
         assert!(!plain.contains("reserve") && plain.contains("memory = \"1024M\"\ncpus = 3\n"), "{plain}");
     }
 
