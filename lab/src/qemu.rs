@@ -181,7 +181,9 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     let more = &config.kernel_arguments;
     list.pair(
         "-append",
-        &format!("console=ttyS0 quiet panic=-1 no_timer_check {iommu}iommu=pt mitigations=off {more}"),
+        &format!(
+            "console=ttyS0 quiet panic=-1 no_timer_check tsc=reliable {iommu}iommu=pt mitigations=off {more}"
+        ),
     );
     list.0
 }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::timeline::{Span, Timeline};
 
@@ -48,6 +48,19 @@ impl GuestClock {
             _ => (1, 0),
         };
         Ok(Self { offset, ratio, fraction })
+    }
+
+    /// The clock where it is still the same at the end of a measurement.
+    ///
+    /// # Errors
+    /// KVM has changed it meanwhile, as it does where the host's own counter is not stable.
+    pub fn unchanged(self, end: Self) -> Result<Self> {
+        ensure!(
+            self == end,
+            "the host has moved the guest's TSC during the measurement, as KVM does where the host's own is not stable (its kernel's log says why), \
+             so what the host did is not joined with the guest's gaps; where the host's TSC is known to be stable, boot it with tsc=reliable"
+        );
+        Ok(end)
     }
 
     /// The guest's counter at a moment of the host's.
@@ -95,6 +108,14 @@ mod tests {
         assert_eq!(scaled.guest(5000), 1500);
         let error = format!("{:#}", GuestClock::below(folder.path(), 7, 1).unwrap_err());
         assert!(error.contains("has no VM of the process 7"), "{error}");
+    }
+
+    #[test]
+    fn a_clock_that_was_moved_during_the_measurement_joins_nothing() {
+        let clock = GuestClock { offset: -1000, ratio: 1, fraction: 0 };
+        assert_eq!(clock.unchanged(clock).unwrap(), clock);
+        let moved = clock.unchanged(GuestClock { offset: -990, ..clock }).unwrap_err().to_string();
+        assert!(moved.contains("moved the guest's TSC") && moved.contains("tsc=reliable"), "{moved}");
     }
 
     #[test]

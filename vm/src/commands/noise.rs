@@ -87,9 +87,12 @@ fn vm(project: &Project, name: &str, options: &Options) -> anyhow::Result<(Recor
     let mut arguments = options.measurement.arguments();
     let stale = stale_code(vm.hypervisor, vm.cpus, || Ok(Qemu::find(Some(&program(pid)))?.version));
     arguments.extend(stale.is_some().then(|| NO_PATCHING.to_owned()));
+    let clocks = clocks(pid, vm.hypervisor, &threads);
     let guest = guest(project, name, &arguments);
     let host = watch.stop()?;
-    let mut below = below(pid, vm.hypervisor, &threads, &host);
+    let ends = self::clocks(pid, vm.hypervisor, &threads);
+    let steady = clocks.into_iter().zip(ends).map(|(begin, end)| begin?.unchanged(end?)).collect();
+    let mut below = below(steady, &threads, &host);
     let guest = guest?;
     below.notes.extend(stale.filter(|_| guest.traced.is_empty()));
     Ok((guest, below))
@@ -150,8 +153,17 @@ fn host_cpus(proc: &Path, pid: u32, threads: &[(u32, u32)]) -> anyhow::Result<St
     Ok(lists.join(","))
 }
 
+/// The clocks of a VM's vCPUs, in the order of their threads.
+fn clocks(pid: u32, hypervisor: Hypervisor, threads: &[(u32, u32)]) -> Vec<anyhow::Result<GuestClock>> {
+    let clock = |(vcpu, _): &(u32, u32)| match hypervisor {
+        Hypervisor::Kvm => GuestClock::of(pid, *vcpu),
+        Hypervisor::Tcg => Err(anyhow::anyhow!("{EMULATED}")),
+    };
+    threads.iter().map(clock).collect()
+}
+
 /// Returns the host's records of the vCPUs' threads, by the guest's clock where that is known.
-fn below(pid: u32, hypervisor: Hypervisor, threads: &[(u32, u32)], host: &Recording) -> Below {
+fn below(clocks: Vec<anyhow::Result<GuestClock>>, threads: &[(u32, u32)], host: &Recording) -> Below {
     let mut below = Below { hz: host.hz, ..Below::default() };
     below.notes.extend(host.notes.iter().map(|note| format!("on the host: {note}")));
     if host.lost > 0 {
@@ -163,12 +175,8 @@ fn below(pid: u32, hypervisor: Hypervisor, threads: &[(u32, u32)], host: &Record
     let moments = || host.trace.values().flatten().map(|event| event.at);
     let length = moments().max().unwrap_or(0) - moments().min().unwrap_or(0);
     let mut unknown = None;
-    for ((vcpu, thread), cpu) in threads.iter().zip(0..) {
+    for (((_, thread), clock), cpu) in threads.iter().zip(clocks).zip(0..) {
         let timeline = timeline::of_thread(&host.trace, *thread);
-        let clock = match hypervisor {
-            Hypervisor::Kvm => GuestClock::of(pid, *vcpu),
-            Hypervisor::Tcg => Err(anyhow::anyhow!("{EMULATED}")),
-        };
         match clock {
             Ok(clock) => {
                 below.joined.insert(cpu, clock.joined(&timeline));
