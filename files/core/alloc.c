@@ -152,18 +152,11 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 	return to;
 }
 
-static int alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
+/* Tags free blocks from the cursor on. */
+static int search(struct tfs *fs, tmb_u64 want, struct tfs_run *run)
 {
-	tmb_u64 start = goal, pass;
+	tmb_u64 start = tmb_load(&fs->alloc_cursor), pass;
 
-	if (tfs_block_ok(fs, goal)) {
-		run->count = claim_run(fs, goal, want);
-		if (run->count) {
-			run->block = goal;
-			return 0;
-		}
-	}
-	start = tmb_load(&fs->alloc_cursor);
 	if (!tfs_block_ok(fs, start))
 		start = fs->data_start;
 	for (pass = 0; pass < 2; pass++) {
@@ -184,10 +177,17 @@ static int alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run
 
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 {
-	int err = alloc(fs, goal, want, run);
-
+	if (tfs_block_ok(fs, goal)) {
+		run->count = claim_run(fs, goal, want);
+		if (run->count) {
+			run->block = goal;
+			return 0;
+		}
+	}
 	/* Blocks that were removed a moment ago may be deferred for a reader that is about to finish. */
-	return err && tfs_await_deferred(fs) ? alloc(fs, goal, want, run) : err;
+	if (!search(fs, want, run) || (tfs_await_deferred(fs) && !search(fs, want, run)))
+		return 0;
+	return -ENOSPC;
 }
 
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)

@@ -8,11 +8,6 @@
 #define GROW_BLOCKS 16u
 #define SEARCH 256u /* a search looks at this many records before the table grows */
 
-tmb_u64 tfs_blocks_of(tmb_u64 bytes)
-{
-	return (bytes + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT;
-}
-
 struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK;
@@ -22,8 +17,8 @@ struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 		return NULL;
 	if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), fblock, 1, &run) || !run.block)
 		return NULL;
-	if (!(fblock >> 32) && !(run.block >> 32))
-		tmb_store(&fs->itable_cache[fblock % TFS_ITABLE_CACHE], fblock << 32 | run.block);
+	if (!((fblock + 1) >> 32) && !(run.block >> 32))
+		tmb_store(&fs->itable_cache[fblock % TFS_ITABLE_CACHE], (fblock + 1) << 32 | run.block);
 	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
