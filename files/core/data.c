@@ -406,29 +406,43 @@ static int flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bo
 	return 0;
 }
 
+static int flush_all(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
+{
+	tmb_u32 pin = tfs_pin(fs, h.ino);
+	tmb_u64 budget = 2 * fs->blocks;
+	int err = pin == TFS_PINS ? tfs_lock_inode(fs, h) : 0;
+
+	if (err)
+		return err;
+	err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
+	tfs_barrier(fs);
+	if (pin == TFS_PINS)
+		tfs_unlock_inode(fs, h.ino);
+	else
+		tfs_unpin(fs, pin);
+	return err;
+}
+
+/*
+ * Writes flush what they write. A mapping that was revoked may have left stores in caches, and a present one makes more. The count of mappings is
+ * cleared once all is durable, so that another fsync does not rely on this one before; and only if it is still that of before, when there was no
+ * mapping.
+ */
 int tfs_sync(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
+	tmb_u64 mappings;
 	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err)
 		return err;
-	/* Writes flush what they write. A mapping that was revoked may have left stores in caches, and a present one makes more. */
-	if (fs->persistent && tmb_load(&inode->unsynced)) {
-		if (!tmb_load_acquire(&inode->mappers))
-			tmb_exchange(&inode->unsynced, 0);
-		tmb_u32 pin = tfs_pin(fs, h.ino);
-		tmb_u64 budget = 2 * fs->blocks;
+	mappings = fs->persistent ? tmb_load_acquire(&inode->unsynced) : 0;
+	if (mappings) {
+		bool is_mapped = tmb_load_acquire(&inode->mappers);
 
-		if (pin == TFS_PINS)
-			err = tfs_lock_inode(fs, h);
-		if (err)
-			return err;
-		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
-		if (pin == TFS_PINS)
-			tfs_unlock_inode(fs, h.ino);
-		else
-			tfs_unpin(fs, pin);
+		err = flush_all(fs, h, inode);
+		if (!err && !is_mapped)
+			tmb_cas64(&inode->unsynced, mappings, 0);
 	}
 	tfs_barrier(fs);
 	return err;

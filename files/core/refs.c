@@ -119,7 +119,7 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 		return err;
 	err = set_own_bit(fs, h, inode, &inode->mappers, false);
 	if (!err && fs->persistent)
-		tmb_store(&inode->unsynced, 1);
+		tmb_fetch_add(&inode->unsynced, 1); /* after the bit: a fsync that does not see that leaves this */
 	if (err || !tfs_frozen(fs))
 		return err;
 	clear_own_bit(fs, h, inode, &inode->mappers);

@@ -158,7 +158,7 @@ struct tfs_inode {
 	tmb_s64 btime;
 	tmb_u64 version; /* grows with each change of data or attributes */
 	tmb_u64 hole_mappers; /* bit per member, of those in 'mappers', that may show zeroes where there are holes */
-	tmb_u64 unsynced; /* persistent memory: data may have been stored through mappings since it was last written back */
+	tmb_u64 unsynced; /* persistent memory: grows with each mapping; 0: all that was stored through mappings is written back */
 	tmb_u64 pad0[1];
 	/* 192: shared state */
 	struct tmb_lock lock;

@@ -427,6 +427,48 @@ fn fsync_flushes_what_was_stored_through_a_mapping() {
     fs.abandon();
 }
 
+/// Whatever another member does between two accesses of an fsync, its own fsync writes back what it has stored through a mapping.
+#[test]
+fn fsync_beside_another_one_and_beside_a_new_mapping_flushes_what_was_stored() {
+    let world = World::new(4, true);
+    let (fs, other) = (world.open(0).expect("open"), world.open(1).expect("open"));
+    let f = create(&fs, ROOT, "f", REG);
+    write(&fs, f, 1, 5000, 0);
+    let at = world.address(fs.map(f, 0, 2).expect("map").block);
+    let is_flushed = |since| {
+        let orders = recorder::orders_since(since);
+        orders.iter().any(
+            |(_, order)| matches!(order, Order::Flush { at: from, len } if *from <= at && at < from + len),
+        )
+    };
+    let unmap = || {
+        other.unmap_ref(f).expect("unmap");
+        recorder::count()
+    };
+    for beside_fsync in [true, false] {
+        for access in 0.. {
+            other.map_ref(f).expect("map");
+            let stored = unmap();
+            // What the other one's fsync has left, if it came between.
+            let mut left = None;
+            let meanwhile = || {
+                let done = if beside_fsync { other.sync(f) } else { other.map_ref(f) };
+                left = Some(done.is_err() || (beside_fsync && !is_flushed(stored)));
+            };
+            recorder::interrupt_at(recorder::accesses() + access, meanwhile, || fs.sync(f).expect("sync"));
+            assert!(is_flushed(stored), "not after an fsync");
+            let Some(left) = left else { break };
+            assert!(!left, "not after the fsync before access {access} of another one");
+            if !beside_fsync {
+                let stored = unmap();
+                other.sync(f).expect("sync");
+                assert!(is_flushed(stored), "not what was mapped before access {access} of an fsync");
+            }
+        }
+    }
+    [fs, other].into_iter().for_each(Filesystem::abandon);
+}
+
 macro_rules! claims {
     ($($claim:ident: $scenario:ident $persistent:literal;)*) => { $(
         #[test]
