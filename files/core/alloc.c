@@ -200,10 +200,8 @@ int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)
 	}
 	*block = fs->data_start;
 	while ((*block = tfs_find_map(fs, *block, fs->blocks, TFS_MAP_RESERVED)) < fs->blocks) {
-		if (claim_one(fs, *block, TFS_MAP_RESERVED)) {
-			tmb_store(&fs->reserve_taken, true);
+		if (claim_one(fs, *block, TFS_MAP_RESERVED))
 			return 0;
-		}
 		(*block)++;
 	}
 	return -ENOSPC;
@@ -216,13 +214,16 @@ void tfs_keep_reserve(struct tfs *fs)
 
 	for (tmb_u32 n = 0; n < TFS_RESERVE; n++, block++) {
 		block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_RESERVED);
-		if (block < fs->blocks)
-			continue;
-		if (tfs_alloc(fs, 0, 1, &run))
-			return; /* the area is full: the next removal fills the reserve */
-		tfs_set_map(fs, run.block, 1, TFS_MAP_RESERVED);
+		run.block = block;
+		if (block == fs->blocks) {
+			if (tfs_alloc(fs, 0, 1, &run)) { /* the area is full: the next removal fills the reserve */
+				tmb_store(&fs->reserve[n], 0);
+				return;
+			}
+			tfs_set_map(fs, run.block, 1, TFS_MAP_RESERVED);
+		}
+		tmb_store(&fs->reserve[n], run.block);
 	}
-	tmb_store(&fs->reserve_taken, false);
 }
 
 tmb_u64 tfs_count_free(struct tfs *fs)

@@ -250,6 +250,8 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	tfs_unlock_table(fs, inode);
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
+	if (tmb_load(&inode->blocks))
+		tfs_refill_reserve(fs);
 	return 0;
 }
 
@@ -283,8 +285,7 @@ void tfs_end_removal(struct tfs *fs, struct tfs_gone *gone)
 		if (gone->spare[i])
 			tfs_set_map(fs, gone->spare[i], 1, TFS_MAP_FREE);
 	tfs_os_free(gone);
-	if (tmb_load(&fs->reserve_taken))
-		tfs_keep_reserve(fs);
+	tfs_refill_reserve(fs);
 }
 
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,

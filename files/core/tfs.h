@@ -50,7 +50,7 @@ struct tfs {
 	bool asked;	 /* another thread has cleared TMB_PENDING_REVOKE since tfs_revoke */
 	tmb_u32 taking;	 /* so many threads may be clearing it now */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
-	bool reserve_taken; /* reserved blocks were used and not replaced yet */
+	tmb_u64 reserve[2]; /* where the reserved blocks were when this member last looked; hints */
 	tmb_u8 freeing[TFS_TX_SLOTS]; /* how many inodes the transaction in each slot has freed */
 	tmb_u32 recovery_lock; /* held by the thread of this member that uses the transaction slot TFS_TX_RECOVERY */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: (its block + 1) << 32 | the area's; they never move */

@@ -98,10 +98,20 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
 /* Tags 512 free blocks that are aligned to 512, or a part of such a chunk from 'offset' on. -ENOSPC. */
 int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run);
 #define TFS_RESERVE 2u /* blocks: as many nodes as one removal may need */
+_Static_assert(sizeof(((struct tfs *)0)->reserve) == TFS_RESERVE * sizeof(tmb_u64), "a place for each reserved block");
 /* Tags one free block, a reserved one if there is no other. -ENOSPC. */
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block);
 /* Fills the reserve up if it has fewer blocks. */
 void tfs_keep_reserve(struct tfs *fs);
+/* The same after blocks became free: another member may have taken the reserve, and have died or left before it could fill it again. */
+static inline void tfs_refill_reserve(struct tfs *fs)
+{
+	tmb_u64 a = tmb_load(&fs->reserve[0]), b = tmb_load(&fs->reserve[1]);
+	tmb_u8 *map = tfs_map_bytes(fs);
+
+	if (a == b || tmb_load(&map[a]) != TFS_MAP_RESERVED || tmb_load(&map[b]) != TFS_MAP_RESERVED)
+		tfs_keep_reserve(fs);
+}
 void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value);
 /* First block in [from, to) with this map byte, or 'to'. */
 tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value);
