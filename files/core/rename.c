@@ -5,10 +5,17 @@
  */
 #include "tfs_internal.h"
 
-/* Is 'above' the directory 'ino' or an ancestor of it? 1, 0 or -EUCLEAN. The caller holds the rename lock, which keeps the answer true. */
+/*
+ * Is 'above' the directory 'ino' or an ancestor of it? 1, 0 or -EUCLEAN. The caller holds the rename lock, which keeps the answer true. A circle, which
+ * damage may have made, is found after some three turns: the walk comes by a mark that it sets anew after 1, 2, 4, ... directories.
+ */
 static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 {
-	for (tmb_u64 n = tfs_table_inodes(fs); n; n--) {
+	tmb_u64 mark = 0, most = tfs_table_inodes(fs);
+
+	for (tmb_u64 n = 1; n <= most && ino != mark; n++) {
+		if (!(n & (n - 1)))
+			mark = ino;
 		if (ino == above)
 			return 1;
 		if (ino == TFS_ROOT_INO)

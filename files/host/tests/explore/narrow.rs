@@ -502,3 +502,27 @@ fn a_release_of_a_lock_that_waits_until_its_file_is_gone_changes_nothing_of_the_
     [holder, fs, other].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[1, 4, 20]);
 }
+
+/// As many steps as there could be inodes, if the walk had no other end.
+#[test]
+fn a_rename_leaves_a_circle_of_directories_that_a_member_has_made_soon() {
+    const MOST: usize = 2000;
+    let zone = Zone::new(|_| {});
+    let fs = zone.open(4, false).expect("open");
+    let dir = |parent, name: &[u8]| {
+        fs.create(parent, Some(name), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir")
+    };
+    let (x, y) = (dir(ROOT.into(), b"x"), dir(ROOT.into(), b"y"));
+    let w = dir(x, b"w");
+    fs.create(w, Some(b"f"), &Create::mode(REG)).expect("create");
+    zone.store(zone.inode(x, offset_of!(sys::tfs_inode, parent)), w.ino);
+    zone.store(offset_of!(sys::tfs_super, itable_inodes) as u64, 1 << 40);
+    let ran = zone.run(
+        Plan::new(0, Vec::new(), Vec::new(), true),
+        vec![Box::new(|| assert_eq!(fs.rename((w, b"f"), (y, b"f"), 0), Err(Errno::UCLEAN)))],
+    );
+    let ran = ran.expect("it ends");
+    assert_eq!(ran.damage.len(), 1, "{:?}", ran.damage);
+    assert!(ran.steps[0] < MOST, "after {} accesses", ran.steps[0]);
+    fs.abandon();
+}
