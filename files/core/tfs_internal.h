@@ -16,6 +16,9 @@
 #define TFS_MODE_CHR 0020000u
 #define TFS_DT(mode) (((mode) >> 12) & 15)
 
+/* A function for what seldom happens, so that its caller is short. */
+#define TFS_SELDOM __attribute__((__noinline__))
+
 /* Evaluates each argument once: one may be memory that another member is changing. */
 #define TFS_MIN(a, b)                                    \
 	({                                               \

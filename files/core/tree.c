@@ -264,7 +264,7 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 }
 
 /* Frees the blocks of a run that could not be linked as a whole, but for those that were. */
-static __attribute__((noinline)) void keep_linked(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken)
+static TFS_SELDOM void keep_linked(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken)
 {
 	for (tmb_u64 i = 0; i < run->count; i++) {
 		struct tfs_run there;

@@ -29,7 +29,7 @@ static inline bool open_slot(struct tfs *fs, tmb_u32 i)
 }
 
 /* Looks for another free slot than number i. */
-static __attribute__((noinline)) int claim_other(struct tfs *fs, tmb_u32 i, tmb_u32 *slot)
+static TFS_SELDOM int claim_other(struct tfs *fs, tmb_u32 i, tmb_u32 *slot)
 {
 	struct tfs_wait w;
 
@@ -173,7 +173,7 @@ void tfs_tx_drop(struct tfs *fs, tmb_u32 slot)
 }
 
 /* The end of a transaction that has freed inodes. */
-static __attribute__((noinline)) void end_freeing(struct tfs *fs, tmb_u32 slot, struct tfs_tx *tx)
+static TFS_SELDOM void end_freeing(struct tfs *fs, tmb_u32 slot, struct tfs_tx *tx)
 {
 	struct tfs_inode *freed[TFS_TX_INODES];
 	tmb_u32 n = 0;

@@ -353,7 +353,7 @@ static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode,
 }
 
 /* For a lock that was not free at once. */
-static __attribute__((noinline)) int wait_for(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
+static TFS_SELDOM int wait_for(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
 {
 	struct tfs_waiter *place = NULL;
 	struct tfs_wait w;
@@ -409,7 +409,7 @@ static tmb_u64 offered(struct tfs *fs, tmb_u64 now, tmb_u32 to)
 }
 
 /* Wakes the next member, which may find that another one has taken the lock. */
-static __attribute__((noinline)) void wake_next(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
+static TFS_SELDOM void wake_next(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 {
 	tmb_u32 heir = choose(fs, lock, word);
 
@@ -418,7 +418,7 @@ static __attribute__((noinline)) void wake_next(struct tfs *fs, struct tmb_lock 
 }
 
 /* For a lock that a waiter demands. */
-static __attribute__((noinline)) void hand_over(struct tfs *fs, struct tmb_lock *lock)
+static TFS_SELDOM void hand_over(struct tfs *fs, struct tmb_lock *lock)
 {
 	for (;;) {
 		tmb_u64 now = tmb_load(&lock->word), next = now & (TFS_LOCK_TURN | TFS_LOCK_COUNT);

@@ -535,6 +535,53 @@ fn a_file_with_two_names_has_as_many_links_as_names_whoever_dies() {
 }
 
 #[test]
+fn a_death_amid_several_operations_of_a_member_leaves_each_done_or_not_begun() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, true, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.unlink(a, b"f", None).map_err(|e| format!("unlink: {e}"))
+            }),
+            doing(4, true, |fs| {
+                let h = at(fs, "a/h").map_err(|e| e.to_string())?;
+                fs.truncate(h, 5000, false).map_err(|e| format!("truncate: {e}"))?;
+                fs.append(h, &[b'h'; 9000], false).map(|_| ()).map_err(|e| format!("append: {e}"))
+            }),
+            doing(4, true, |fs| {
+                let (a, b) = (at(fs, "a"), at(fs, "b"));
+                let (a, b) = (a.map_err(|e| e.to_string())?, b.map_err(|e| e.to_string())?);
+                make(fs, "a", "new", REG)?;
+                fs.rename((a, b"g"), (b, b"g"), 0).map_err(|e| format!("rename: {e}"))
+            }),
+            doing(20, false, make_own),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(4), ..doing(2, false, recover) },
+            Doing { after: Some(4), ..doing(12, false, make_late) },
+        ],
+        check: |fs, done| {
+            late_is_there(fs, done[6])?;
+            own_is_there(fs)?;
+            if done[0] && at(fs, "a/f") != Err(Errno::NOENT) {
+                return Err("a/f is still there".into());
+            }
+            let h = at(fs, "a/h").map_err(|e| format!("a/h: {e}"))?;
+            let size = fs.size(h);
+            if (done[1] && size != 14_000) || ![5000, 14_000, 40_000].contains(&size) {
+                return Err(format!("a/h has {size} bytes"));
+            }
+            is_full_of(fs, h, b'h', size as usize).map_err(|e| format!("a/h: {e}"))?;
+            match (at(fs, "a/g"), at(fs, "b/g")) {
+                (Ok(g), Err(Errno::NOENT)) if !done[2] => is_full_of(fs, g, b'g', 100),
+                (Err(Errno::NOENT), Ok(g)) => is_full_of(fs, g, b'g', 100),
+                other => Err(format!("a/g and b/g: {other:?}")),
+            }
+        },
+    };
+    case.explore("several operations");
+}
+
+#[test]
 fn what_is_appended_beside_a_truncation_is_there_whole_or_cut_where_that_cuts() {
     const PIECE: usize = 5000;
     let case = Case {

@@ -60,7 +60,7 @@ impl Zone {
     }
 
     fn run(&self, plan: Plan, bodies: Vec<Box<dyn FnOnce() + '_>>) -> Result<Ran, String> {
-        let threads = bodies.into_iter().map(|body| Thread { body, after: None }).collect();
+        let threads = bodies.into_iter().map(|body| Thread { body, after: None, process: None }).collect();
         Schedule::run(threads, [Zone::region(&self.map), Zone::region(&self.reader)], plan, |_| {})
     }
 }
