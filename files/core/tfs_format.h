@@ -74,7 +74,7 @@
 #define TFS_LOCK_OFFERED 0x200ULL /* the named member may take it; other members when it doesn't */
 #define TFS_LOCK_DEMAND 0x400ULL  /* held: unlock offers it to the next member that waits instead of freeing it */
 #define TFS_LOCK_TURN 0xff0000ULL /* the member it was last offered to, + 1 */
-#define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken */
+#define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken, after 255 to 1 */
 
 struct tfs_super {
 	tmb_u64 magic;

@@ -183,8 +183,10 @@ int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct 
 /* Returns the word with this member as owner of the lock in state 'now'. */
 static inline tmb_u64 tfs_lock_owned(struct tfs *fs, tmb_u64 now)
 {
-	tmb_u64 count = (now + (TFS_LOCK_COUNT & -TFS_LOCK_COUNT)) & TFS_LOCK_COUNT;
+	tmb_u64 one = TFS_LOCK_COUNT & -TFS_LOCK_COUNT, count = (now + one) & TFS_LOCK_COUNT;
 
+	/* A lock that was taken once is never 0 again: that may be a count of names, in a later inode with the number. */
+	count = count ? count : one;
 	return (now & TFS_LOCK_TURN) | count | tmb_lock_word(fs->member, fs->epoch, 0) | TFS_LOCK_HELD;
 }
 static inline bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)

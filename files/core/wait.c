@@ -340,9 +340,12 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 /* Spins for a lock that is about to be released. False: it stays taken, or another thread demands it. */
 static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode, struct tfs_handle h)
 {
-	for (tmb_u32 i = 0; i < SPINS && !is_gone(inode, h); i++) {
-		tmb_u64 now = tmb_load(&lock->word);
+	for (tmb_u32 i = 0; i < SPINS; i++) {
+		tmb_u64 now = tmb_load_acquire(&lock->word);
 
+		/* After the word: if that has become another inode's since, it has changed. */
+		if (is_gone(inode, h))
+			return false;
 		if (!(now & 0xff) && tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now)))
 			return true;
 		if (now & TFS_LOCK_DEMAND)
