@@ -152,18 +152,11 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 	return to;
 }
 
-static int alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
+/* Tags free blocks from the cursor on. */
+static int search(struct tfs *fs, tmb_u64 want, struct tfs_run *run)
 {
-	tmb_u64 start = goal, pass;
+	tmb_u64 start = tmb_load(&fs->alloc_cursor), pass;
 
-	if (tfs_block_ok(fs, goal)) {
-		run->count = claim_run(fs, goal, want);
-		if (run->count) {
-			run->block = goal;
-			return 0;
-		}
-	}
-	start = tmb_load(&fs->alloc_cursor);
 	if (!tfs_block_ok(fs, start))
 		start = fs->data_start;
 	for (pass = 0; pass < 2; pass++) {
@@ -184,10 +177,17 @@ static int alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run
 
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 {
-	int err = alloc(fs, goal, want, run);
-
+	if (tfs_block_ok(fs, goal)) {
+		run->count = claim_run(fs, goal, want);
+		if (run->count) {
+			run->block = goal;
+			return 0;
+		}
+	}
 	/* Blocks that were removed a moment ago may be deferred for a reader that is about to finish. */
-	return err && tfs_await_deferred(fs) ? alloc(fs, goal, want, run) : err;
+	if (!search(fs, want, run) || (tfs_await_deferred(fs) && !search(fs, want, run)))
+		return 0;
+	return -ENOSPC;
 }
 
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)
@@ -200,10 +200,8 @@ int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)
 	}
 	*block = fs->data_start;
 	while ((*block = tfs_find_map(fs, *block, fs->blocks, TFS_MAP_RESERVED)) < fs->blocks) {
-		if (claim_one(fs, *block, TFS_MAP_RESERVED)) {
-			tmb_store(&fs->reserve_taken, true);
+		if (claim_one(fs, *block, TFS_MAP_RESERVED))
 			return 0;
-		}
 		(*block)++;
 	}
 	return -ENOSPC;
@@ -216,13 +214,16 @@ void tfs_keep_reserve(struct tfs *fs)
 
 	for (tmb_u32 n = 0; n < TFS_RESERVE; n++, block++) {
 		block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_RESERVED);
-		if (block < fs->blocks)
-			continue;
-		if (tfs_alloc(fs, 0, 1, &run))
-			return; /* the area is full: the next removal fills the reserve */
-		tfs_set_map(fs, run.block, 1, TFS_MAP_RESERVED);
+		run.block = block;
+		if (block == fs->blocks) {
+			if (tfs_alloc(fs, 0, 1, &run)) { /* the area is full: the next removal fills the reserve */
+				tmb_store(&fs->reserve[n], 0);
+				return;
+			}
+			tfs_set_map(fs, run.block, 1, TFS_MAP_RESERVED);
+		}
+		tmb_store(&fs->reserve[n], run.block);
 	}
-	tmb_store(&fs->reserve_taken, false);
 }
 
 tmb_u64 tfs_count_free(struct tfs *fs)

@@ -5,14 +5,15 @@
 int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
 {
 	struct tfs_inode *inode;
-	tmb_u64 owner;
+	tmb_u64 owner, state;
 	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err)
 		return err;
+	state = tmb_load_acquire(&inode->state_gen);
 	owner = tmb_load(&inode->owner);
 	out->ino = h.ino;
-	out->generation = (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT);
+	out->generation = (tmb_u32)(state >> TFS_GEN_SHIFT);
 	out->size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
 	out->blocks = tmb_load(&inode->blocks);
 	out->version = tmb_load(&inode->version);
@@ -29,7 +30,7 @@ int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out)
 	out->has_xattr = tmb_load(&inode->xattr_root) != 0;
 	/* An inode that was freed meanwhile may have given a mixture of two inodes' attributes. */
 	__atomic_thread_fence(__ATOMIC_ACQUIRE);
-	return tfs_is(inode, (struct tfs_handle){h.ino, out->generation}) ? 0 : -ESTALE;
+	return tmb_load(&inode->state_gen) == state && tfs_state_is(state, h) ? 0 : -ESTALE;
 }
 
 /* Every other change comes with a new version; a change of one of these may show before its version does, or have none. */
@@ -45,14 +46,6 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
 	       (tmb_load(&inode->xattr_root) != 0) == before->has_xattr;
 }
 
-void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data)
-{
-	if (data)
-		tmb_store(&inode->mtime, now);
-	tmb_store(&inode->ctime, now);
-	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
-}
-
 int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr)
 {
 	struct tfs_inode *inode;
@@ -61,10 +54,9 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, h);
+	err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
 	if (err)
 		goto end;
-	inode = tfs_inode(fs, h.ino);
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	/* chown clears S_ISUID: both changes happen or neither. */
 	if (what & TFS_SET_MODE)
@@ -88,7 +80,7 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
 	tfs_persist(fs, &inode->atime, sizeof(inode->atime) * 4);
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &inode->lock);
 	return 0;
 end:
 	tfs_tx_end(fs, slot);

@@ -80,8 +80,7 @@ static void start_tx(struct tfs *fs, struct tfs_write *w)
 {
 	if (w->started)
 		return;
-	tfs_tx_inode(fs, w->slot, 0, w->h.ino);
-	tfs_tx_redo(fs, w->slot, TFS_REDO_TRIM, 0, 0);
+	tfs_tx_trim(fs, w->slot, w->h.ino);
 	w->started = true;
 }
 
@@ -102,7 +101,7 @@ int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
 	w->h = h;
 	w->is_new = w->started = false;
 	w->added_from = w->added_to = 0;
-	err = tfs_lock_inode(fs, h);
+	err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &w->inode);
 	if (err)
 		end_tx(fs, w);
 	return err;
@@ -110,40 +109,33 @@ int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
 
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
 	int err;
 
-	if (!inode)
-		return -EUCLEAN;
 	if (fblock + count > TFS_MAX_SIZE >> TFS_BLOCK_SHIFT)
 		return -EFBIG;
 	w->fblock = fblock;
-	err = tfs_tree_map(fs, tmb_load(&inode->root), fblock, count, &w->run);
+	err = tfs_tree_map(fs, tmb_load(&w->inode->root), fblock, count, &w->run);
 	if (err || w->run.block) {
 		w->is_new = false;
 		return err;
 	}
 	start_tx(fs, w);
-	err = place(fs, inode, fblock, w->run.count, &w->run);
+	err = place(fs, w->inode, fblock, w->run.count, &w->run);
 	w->is_new = !err;
 	return err;
 }
 
 int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
-
 	if (!w->is_new) {
 		tfs_persist(fs, tfs_block(fs, w->run.block), w->run.count << TFS_BLOCK_SHIFT);
 		return 0;
 	}
 	w->is_new = false;
-	if (!inode)
-		return -EUCLEAN;
 	if (w->added_to != w->fblock)
 		w->added_from = w->fblock;
 	w->added_to = w->fblock + w->run.count;
-	return link_run(fs, inode, w->fblock, &w->run);
+	return link_run(fs, w->inode, w->fblock, &w->run);
 }
 
 /* Returns whether the file has blocks from here on, or is damaged. */
@@ -160,14 +152,11 @@ static bool has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
 
 void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end)
 {
-	struct tfs_inode *inode;
+	struct tfs_inode *inode = w->inode;
 	struct tfs_gone *gone;
 	tmb_u64 from, to = w->added_to, size;
 
 	if (!to)
-		return;
-	inode = tfs_inode(fs, w->h.ino);
-	if (!inode)
 		return;
 	size = tmb_load(&inode->size);
 	from = tfs_blocks_of(end > size ? end : size);
@@ -204,10 +193,10 @@ static void show_filled(struct tfs *fs, struct tfs_inode *inode)
 
 int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool kill_suid, tmb_s64 now)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
+	struct tfs_inode *inode = w->inode;
 
 	tfs_barrier(fs); /* the data before the size */
-	if (inode && end) {
+	if (end) {
 		if (end > tmb_load(&inode->size))
 			tmb_store_release(&inode->size, end);
 		if (kill_suid)
@@ -216,10 +205,10 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 		tfs_persist(fs, inode, sizeof(*inode));
 		tfs_barrier(fs);
 	}
-	if (inode && w->started)
+	if (w->started)
 		show_filled(fs, inode);
 	end_tx(fs, w);
-	return inode ? 0 : -EUCLEAN;
+	return 0;
 }
 
 /* Zeroes bytes of the zone, and lets other threads run in between. */
@@ -282,11 +271,11 @@ int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h, tmb_u64 to)
 	return inode ? zero_behind_end(fs, inode, to) : -EUCLEAN;
 }
 
-static int fault_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static int fault_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	int err;
 
-	if (fblock >= tfs_blocks_of(tmb_load(&inode->size)))
+	if (fblock >= tfs_blocks_of(tmb_load(&w->inode->size)))
 		return -ENXIO;
 	err = tfs_write_map_locked(fs, w, fblock, count >= TFS_FANOUT && !(fblock & (TFS_FANOUT - 1)) ? TFS_FANOUT : 1);
 	if (!err && w->is_new)
@@ -305,14 +294,14 @@ int tfs_fault_block(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64
 	err = tfs_tx_try_begin(fs, &w.slot);
 	if (err)
 		return err;
-	err = tfs_try_lock_inode(fs, h);
+	err = tfs_try_lock_inode(fs, h, &w.inode);
 	if (err) {
 		end_tx(fs, &w);
 		return err;
 	}
-	err = fault_locked(fs, tfs_inode(fs, h.ino), &w, fblock, run->count, run);
+	err = fault_locked(fs, &w, fblock, run->count, run);
 	tfs_write_end_locked(fs, &w, 0, false, 0);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &w.inode->lock);
 	return err;
 }
 
@@ -375,15 +364,15 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 
 	if (err)
 		return err;
-	size = tfs_size(fs, h);
+	size = TFS_MIN(tmb_load_acquire(&w.inode->size), TFS_MAX_SIZE);
 	if (append)
 		*offset = size;
 	if (len && *offset >= TFS_MAX_SIZE)
 		err = -EFBIG;
 	else
 		len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
-	if (!err && *offset + len > size)
-		err = tfs_extend_zero_locked(fs, h, *offset);
+	if (!err && len && *offset > size)
+		err = zero_behind_end(fs, w.inode, *offset);
 	while (!err && done < len) {
 		tmb_u64 at = *offset + done, in_block = at & (TFS_BLOCK - 1), n;
 		tmb_u8 *to;
@@ -402,9 +391,10 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 		if (!err)
 			done += n;
 	}
-	tfs_write_trim_locked(fs, &w, done ? *offset + done : 0);
+	if (done < len) /* a whole write has added no block behind its end */
+		tfs_write_trim_locked(fs, &w, done ? *offset + done : 0);
 	tfs_write_end_locked(fs, &w, done ? *offset + done : 0, kill_suid, now);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &w.inode->lock);
 	return done ? (tmb_s64)done : err;
 }
 
@@ -416,29 +406,43 @@ static int flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bo
 	return 0;
 }
 
+static int flush_all(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
+{
+	tmb_u32 pin = tfs_pin(fs, h.ino);
+	tmb_u64 budget = 2 * fs->blocks;
+	int err = pin == TFS_PINS ? tfs_lock_inode(fs, h) : 0;
+
+	if (err)
+		return err;
+	err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
+	tfs_barrier(fs);
+	if (pin == TFS_PINS)
+		tfs_unlock_inode(fs, h.ino);
+	else
+		tfs_unpin(fs, pin);
+	return err;
+}
+
+/*
+ * Writes flush what they write. A mapping that was revoked may have left stores in caches, and a present one makes more. The count of mappings is
+ * cleared once all is durable, so that another fsync does not rely on this one before; and only if it is still that of before, when there was no
+ * mapping.
+ */
 int tfs_sync(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
+	tmb_u64 mappings;
 	int err = tfs_live_inode(fs, h, &inode);
 
 	if (err)
 		return err;
-	/* Writes flush what they write. A mapping that was revoked may have left stores in caches, and a present one makes more. */
-	if (fs->persistent && tmb_load(&inode->unsynced)) {
-		if (!tmb_load_acquire(&inode->mappers))
-			tmb_exchange(&inode->unsynced, 0);
-		tmb_u32 pin = tfs_pin(fs, h.ino);
-		tmb_u64 budget = 2 * fs->blocks;
+	mappings = fs->persistent ? tmb_load_acquire(&inode->unsynced) : 0;
+	if (mappings) {
+		bool is_mapped = tmb_load_acquire(&inode->mappers);
 
-		if (pin == TFS_PINS)
-			err = tfs_lock_inode(fs, h);
-		if (err)
-			return err;
-		err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
-		if (pin == TFS_PINS)
-			tfs_unlock_inode(fs, h.ino);
-		else
-			tfs_unpin(fs, pin);
+		err = flush_all(fs, h, inode);
+		if (!err && !is_mapped)
+			tmb_cas64(&inode->unsynced, mappings, 0);
 	}
 	tfs_barrier(fs);
 	return err;
@@ -448,15 +452,13 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 
 int tfs_truncate_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 size, bool kill_suid, tmb_s64 now)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
+	struct tfs_inode *inode = w->inode;
 	struct tfs_gone *gone = NULL;
-	tmb_u64 old = inode ? tmb_load(&inode->size) : 0, from = tfs_blocks_of(size);
+	tmb_u64 old = tmb_load(&inode->size), from = tfs_blocks_of(size);
 	int err = 0;
 
 	tfs_tx_inode(fs, w->slot, 0, w->h.ino);
-	if (!inode)
-		err = -EUCLEAN;
-	else if (size > TFS_MAX_SIZE)
+	if (size > TFS_MAX_SIZE)
 		err = -EFBIG;
 	else if (size > old)
 		err = zero_behind_end(fs, inode, size);
@@ -490,7 +492,7 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 	if (err)
 		return err;
 	err = tfs_truncate_locked(fs, &w, size, kill_suid, now);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &w.inode->lock);
 	return err;
 }
 
@@ -540,16 +542,13 @@ static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write 
 
 int tfs_punch_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 offset, tmb_u64 end, tmb_s64 now)
 {
-	struct tfs_inode *inode = tfs_inode(fs, w->h.ino);
-	int err = inode ? 0 : -EUCLEAN;
+	int err;
 
-	if (!err) {
-		start_tx(fs, w);
-		err = punch(fs, inode, w->h.ino, w->slot, offset, end);
-	}
+	start_tx(fs, w);
+	err = punch(fs, w->inode, w->h.ino, w->slot, offset, end);
 	tfs_write_end_locked(fs, w, 0, false, 0);
 	if (!err)
-		tfs_changed(inode, now, true);
+		tfs_changed(w->inode, now, true);
 	return err;
 }
 
@@ -561,7 +560,7 @@ static int punch_whole(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, tmb_
 	if (err)
 		return err;
 	err = tfs_punch_locked(fs, &w, offset, end, now);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &w.inode->lock);
 	return err;
 }
 
@@ -576,7 +575,7 @@ static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 
 
 	if (err)
 		return err;
-	inode = tfs_inode(fs, h.ino);
+	inode = w.inode;
 	size = tmb_load(&inode->size);
 	from = from > size ? from : size;
 	if (!(mode & TFS_FALLOC_KEEP_SIZE) && from < end)
@@ -593,7 +592,7 @@ static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	if (!err)
 		tfs_changed(inode, now, true);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &inode->lock);
 	return err;
 }
 

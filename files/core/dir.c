@@ -42,23 +42,6 @@ tmb_u32 tfs_granules_of(tmb_u32 name_len)
 	return (TFS_DIRENT_HEADER + name_len + TFS_GRANULE - 1) / TFS_GRANULE;
 }
 
-/* Returns the granule's address; NULL: no such granule. */
-struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule)
-{
-	struct tfs_run run;
-
-	if (tfs_tree_look(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
-		return NULL;
-	return (struct tfs_dirent *)tfs_block(fs, run.block) + granule % TFS_GRANULES_PER_BLOCK;
-}
-
-tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir)
-{
-	tmb_u64 n = tmb_load_acquire(&dir->size) >> TFS_BLOCK_SHIFT;
-
-	return TFS_MIN(n, fs->blocks);
-}
-
 /* Compares the entry with the name. left: granules to the end of its block. */
 bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref)
 {
@@ -257,7 +240,7 @@ void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */
 
-static int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
+static inline int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 {
 	int err = tfs_live_inode(fs, h, dir);
 

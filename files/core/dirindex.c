@@ -26,7 +26,7 @@ struct probe {
 	tmb_u64 block_no;
 };
 
-static int probe_start(struct probe *p, tmb_u64 index_root, tmb_u32 hash)
+static inline int probe_start(struct probe *p, tmb_u64 index_root, tmb_u32 hash)
 {
 	tmb_u32 log = index_log(index_root);
 
@@ -38,11 +38,12 @@ static int probe_start(struct probe *p, tmb_u64 index_root, tmb_u32 hash)
 	p->at = (log > 32 ? (tmb_u64)hash << (log - 32) : hash) & p->mask;
 	p->left = TFS_MIN(p->mask + 1, PROBE_MAX);
 	p->block = NULL;
+	p->block_no = 0;
 	return 0;
 }
 
 /* Returns the address of the next table entry; NULL: no more, or damaged. */
-static tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
+static inline tmb_u64 *probe_next(struct tfs *fs, struct probe *p)
 {
 	tmb_u64 at = p->at;
 

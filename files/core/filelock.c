@@ -360,10 +360,9 @@ static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 
 	if (err)
 		return err;
-	err = tfs_lock_inode_as(fs, h, how);
+	err = tfs_lock_inode_as(fs, h, how, &inode);
 	if (err)
 		goto end;
-	inode = tfs_inode(fs, h.ino);
 	if (own_lock(inode))
 		err = tfs_lock(fs, own_lock(inode), how);
 	if (!err) {
@@ -376,7 +375,7 @@ static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 			tfs_unlock(fs, own_lock(inode));
 	}
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &inode->lock);
 	return err;
 end:
 	tfs_tx_end(fs, slot);

@@ -8,11 +8,6 @@
 #define GROW_BLOCKS 16u
 #define SEARCH 256u /* a search looks at this many records before the table grows */
 
-tmb_u64 tfs_blocks_of(tmb_u64 bytes)
-{
-	return (bytes + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT;
-}
-
 struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK;
@@ -22,8 +17,8 @@ struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 		return NULL;
 	if (tfs_tree_map(fs, tmb_load_acquire(&tfs_sb(fs)->itable_root), fblock, 1, &run) || !run.block)
 		return NULL;
-	if (!(fblock >> 32) && !(run.block >> 32))
-		tmb_store(&fs->itable_cache[fblock % TFS_ITABLE_CACHE], fblock << 32 | run.block);
+	if (!((fblock + 1) >> 32) && !(run.block >> 32))
+		tmb_store(&fs->itable_cache[fblock % TFS_ITABLE_CACHE], (fblock + 1) << 32 | run.block);
 	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
@@ -255,6 +250,8 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	tfs_unlock_table(fs, inode);
 	free_contents(fs, inode);
 	tfs_close_account(fs, inode);
+	if (tmb_load(&inode->blocks))
+		tfs_refill_reserve(fs);
 	return 0;
 }
 
@@ -288,8 +285,7 @@ void tfs_end_removal(struct tfs *fs, struct tfs_gone *gone)
 		if (gone->spare[i])
 			tfs_set_map(fs, gone->spare[i], 1, TFS_MAP_FREE);
 	tfs_os_free(gone);
-	if (tmb_load(&fs->reserve_taken))
-		tfs_keep_reserve(fs);
+	tfs_refill_reserve(fs);
 }
 
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,

@@ -13,9 +13,9 @@ bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch)
 	return tmb_load_acquire(&fs->members[member].state_epoch) == tmb_state_epoch(TMB_MEMBER_ACTIVE, epoch);
 }
 
-int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h)
+int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out)
 {
-	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+	struct tfs_inode *inode = *out = tfs_inode(fs, h.ino);
 
 	if (!inode || !tfs_in_reach(fs, h))
 		return -ESTALE;
@@ -47,12 +47,14 @@ void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
 
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)
 {
-	return tfs_lock_inode_as(fs, h, TFS_KILLABLE);
+	struct tfs_inode *inode;
+
+	return tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
 }
 
-int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
+int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **out)
 {
-	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+	struct tfs_inode *inode = *out = tfs_inode(fs, h.ino);
 	int err;
 
 	if (!inode || !tfs_in_reach(fs, h))

@@ -7,19 +7,16 @@
 
 int tfs_lock_dir(struct tfs *fs, struct tfs_handle h, bool wait, struct tfs_inode **dir)
 {
-	int err = wait ? tfs_lock_inode(fs, h) : tfs_try_lock_inode(fs, h);
+	int err = wait ? tfs_lock_inode_as(fs, h, TFS_KILLABLE, dir) : tfs_try_lock_inode(fs, h, dir);
 
 	if (err)
 		return err == -ESTALE ? -ENOENT : err;
-	*dir = tfs_inode(fs, h.ino);
-	if (!*dir)
-		err = -ENOENT;
-	else if (!TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR))
+	if (!TFS_IS(tmb_load(&(*dir)->mode), TFS_MODE_DIR))
 		err = -ENOTDIR;
 	else if (!tmb_load(&(*dir)->nlink))
 		err = -ENOENT;
 	if (err)
-		tfs_unlock_inode(fs, h.ino);
+		tfs_unlock(fs, &(*dir)->lock);
 	return err;
 }
 
@@ -135,7 +132,7 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u3
 	if (err)
 		tfs_drop_new_inode(fs, inode, slot);
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, dir_h.ino);
+	tfs_unlock(fs, &dir->lock);
 	return err;
 drop:
 	tfs_drop_new_inode(fs, inode, slot);
@@ -160,12 +157,11 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 
 	err = tfs_lock_dir(fs, dir_h, true, &dir);
 	if (err)
 		goto end;
-	err = h.ino == dir_h.ino ? -EPERM : tfs_lock_inode(fs, h);
+	err = h.ino == dir_h.ino ? -EPERM : tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
 	if (err) {
 		err = err == -ESTALE ? -ENOENT : err;
 		goto unlock_dir;
 	}
-	inode = tfs_inode(fs, h.ino);
 	tfs_tx_inode(fs, slot, 0, dir_h.ino);
 	tfs_tx_inode(fs, slot, 1, h.ino);
 	nlink = tmb_load(&inode->nlink);
@@ -195,11 +191,11 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 
 	}
 unlock:
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, h.ino);
-	tfs_unlock_inode(fs, dir_h.ino);
+	tfs_unlock(fs, &inode->lock);
+	tfs_unlock(fs, &dir->lock);
 	return err;
 unlock_dir:
-	tfs_unlock_inode(fs, dir_h.ino);
+	tfs_unlock(fs, &dir->lock);
 end:
 	tfs_tx_end(fs, slot);
 	return err;
@@ -251,12 +247,11 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 		err = -ESTALE;
 		goto unlock_dir;
 	}
-	err = ino == dir_h.ino ? -ESTALE : tfs_lock_inode(fs, tfs_any(ino));
+	err = ino == dir_h.ino ? -ESTALE : tfs_lock_inode_as(fs, tfs_any(ino), TFS_KILLABLE, &inode);
 	if (err) {
 		err = err == -ESTALE ? tfs_damage(fs, "name of a free inode", dir_h.ino, ino) : err;
 		goto unlock_dir;
 	}
-	inode = tfs_inode(fs, ino);
 	is_dir = TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR);
 	if (is_dir != want_dir)
 		err = want_dir ? -ENOTDIR : -EISDIR;
@@ -281,11 +276,11 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 		tfs_drop_if_unused(fs, ino, inode, slot);
 	}
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, ino);
-	tfs_unlock_inode(fs, dir_h.ino);
+	tfs_unlock(fs, &inode->lock);
+	tfs_unlock(fs, &dir->lock);
 	return err;
 unlock_dir:
-	tfs_unlock_inode(fs, dir_h.ino);
+	tfs_unlock(fs, &dir->lock);
 end:
 	tfs_tx_end(fs, slot);
 	return err;

@@ -85,8 +85,8 @@ void tfs_open_new(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 
 void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 {
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-	int err = inode ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE) : -ESTALE;
+	struct tfs_inode *inode;
+	int err = tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE, &inode);
 	bool locked = !err;
 
 	if (err == -EINTR) /* the recovery of this member closes it */
@@ -95,7 +95,7 @@ void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 		tfs_free_inode_locked(fs, ino, inode, slot);
 	tfs_tx_end(fs, slot);
 	if (locked)
-		tfs_unlock_inode(fs, ino);
+		tfs_unlock(fs, &inode->lock);
 }
 
 int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
@@ -119,7 +119,7 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 		return err;
 	err = set_own_bit(fs, h, inode, &inode->mappers, false);
 	if (!err && fs->persistent)
-		tmb_store(&inode->unsynced, 1);
+		tmb_fetch_add(&inode->unsynced, 1); /* after the bit: a fsync that does not see that leaves this */
 	if (err || !tfs_frozen(fs))
 		return err;
 	clear_own_bit(fs, h, inode, &inode->mappers);

@@ -5,10 +5,17 @@
  */
 #include "tfs_internal.h"
 
-/* Is 'above' the directory 'ino' or an ancestor of it? 1, 0 or -EUCLEAN. The caller holds the rename lock, which keeps the answer true. */
+/*
+ * Is 'above' the directory 'ino' or an ancestor of it? 1, 0 or -EUCLEAN. The caller holds the rename lock, which keeps the answer true. A circle, which
+ * damage may have made, is found after some three turns: the walk comes by a mark that it sets anew after 1, 2, 4, ... directories.
+ */
 static int is_above(struct tfs *fs, tmb_u64 above, tmb_u64 ino)
 {
-	for (tmb_u64 n = tfs_table_inodes(fs); n; n--) {
+	tmb_u64 mark = 0, most = tfs_table_inodes(fs);
+
+	for (tmb_u64 n = 1; n <= most && ino != mark; n++) {
+		if (!(n & (n - 1)))
+			mark = ino;
 		if (ino == above)
 			return 1;
 		if (ino == TFS_ROOT_INO)
@@ -54,9 +61,9 @@ static void unlock_dirs(struct tfs *fs, struct rename *r)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 
-	tfs_unlock_inode(fs, r->old_ino);
+	tfs_unlock(fs, &r->old_dir->lock);
 	if (between_dirs(r)) {
-		tfs_unlock_inode(fs, r->new_ino);
+		tfs_unlock(fs, &r->new_dir->lock);
 		tfs_unlock(fs, &sb->rename_lock);
 	}
 }
@@ -92,7 +99,7 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 	err = tfs_lock_dir(fs, old_first ? r->new->dir : r->old->dir, r->wait, old_first ? &r->new_dir : &r->old_dir);
 	if (!err)
 		return 0;
-	tfs_unlock_inode(fs, old_first ? r->old_ino : r->new_ino);
+	tfs_unlock(fs, old_first ? &r->old_dir->lock : &r->new_dir->lock);
 unlock:
 	tfs_unlock(fs, &sb->rename_lock);
 	return err;
@@ -100,42 +107,38 @@ unlock:
 
 static void unlock_children(struct tfs *fs, struct rename *r)
 {
-	tfs_unlock_inode(fs, r->source_ino);
-	if (r->target_ino && r->target_ino != r->source_ino)
-		tfs_unlock_inode(fs, r->target_ino);
+	tfs_unlock(fs, &r->source->lock);
+	if (r->target_ino && r->target != r->source)
+		tfs_unlock(fs, &r->target->lock);
 }
 
-static int lock_child(struct tfs *fs, struct rename *r, tmb_u64 ino)
+static int lock_child(struct tfs *fs, struct rename *r, tmb_u64 ino, struct tfs_inode **inode)
 {
 	r->busy = ino;
-	return r->wait ? tfs_lock_inode(fs, tfs_any(ino)) : tfs_try_lock_inode(fs, tfs_any(ino));
+	return r->wait ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_KILLABLE, inode) : tfs_try_lock_inode(fs, tfs_any(ino), inode);
 }
 
 static int lock_children(struct tfs *fs, struct rename *r)
 {
 	tmb_u64 a = r->source_ino, b = r->target_ino;
+	bool target_first = b && b < a;
 	int err;
 
 	if (a == r->old_ino || a == r->new_ino || b == r->old_ino || b == r->new_ino)
 		return tfs_damage(fs, "directory inside itself", a, b);
-	if (b && b < a) {
-		a = r->target_ino;
-		b = r->source_ino;
-	}
-	err = lock_child(fs, r, a);
+	err = target_first ? lock_child(fs, r, b, &r->target) : lock_child(fs, r, a, &r->source);
 	if (!err && b && b != a) {
-		err = lock_child(fs, r, b);
+		err = target_first ? lock_child(fs, r, a, &r->source) : lock_child(fs, r, b, &r->target);
 		if (err)
-			tfs_unlock_inode(fs, a);
+			tfs_unlock(fs, target_first ? &r->target->lock : &r->source->lock);
 	}
 	if (err)
 		return err == -ESTALE ? tfs_damage(fs, "name of a free inode", a, b) : err;
-	r->source = tfs_inode(fs, r->source_ino);
+	if (b == a)
+		r->target = r->source;
 	r->source_is_dir = TFS_IS(tmb_load(&r->source->mode), TFS_MODE_DIR);
-	if (r->target_ino) {
-		r->target = tfs_inode(fs, r->target_ino);
+	if (b)
 		r->target_is_dir = TFS_IS(tmb_load(&r->target->mode), TFS_MODE_DIR);
-	}
 	return 0;
 }
 

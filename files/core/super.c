@@ -184,6 +184,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
 	memset(fs->queue, 0, sizeof(fs->queue));
 	memset(fs->freeing, 0, sizeof(fs->freeing));
+	memset(fs->reserve, 0, sizeof(fs->reserve));
 	fs->numbers = 0;
 	fs->silent = 0;
 	fs->unclean = fs->asked = false;

@@ -50,10 +50,10 @@ struct tfs {
 	bool asked;	 /* another thread has cleared TMB_PENDING_REVOKE since tfs_revoke */
 	tmb_u32 taking;	 /* so many threads may be clearing it now */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
-	bool reserve_taken; /* reserved blocks were used and not replaced yet */
+	tmb_u64 reserve[2]; /* where the reserved blocks were when this member last looked; hints */
 	tmb_u8 freeing[TFS_TX_SLOTS]; /* how many inodes the transaction in each slot has freed */
 	tmb_u32 recovery_lock; /* held by the thread of this member that uses the transaction slot TFS_TX_RECOVERY */
-	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: its block << 32 | the area's; they never move */
+	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: (its block + 1) << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: locks of the member's own bits in 'openers' and 'mappers' */
 	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */
 	tmb_u32 silent_at[TFS_MEMBERS]; /* ... when its 'revokes_begun' was this */
@@ -261,6 +261,7 @@ tmb_u64 tfs_size(struct tfs *fs, struct tfs_handle h); /* bytes, <= TFS_MAX_SIZE
  */
 struct tfs_write {
 	struct tfs_handle h;
+	struct tfs_inode *inode; /* the handle's, which is locked; records never move */
 	tmb_u32 slot;  /* of the transaction */
 	bool started;  /* it names the inode; a write in place needs no transaction */
 	bool is_new;

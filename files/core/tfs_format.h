@@ -74,7 +74,7 @@
 #define TFS_LOCK_OFFERED 0x200ULL /* the named member may take it; other members when it doesn't */
 #define TFS_LOCK_DEMAND 0x400ULL  /* held: unlock offers it to the next member that waits instead of freeing it */
 #define TFS_LOCK_TURN 0xff0000ULL /* the member it was last offered to, + 1 */
-#define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken */
+#define TFS_LOCK_COUNT 0xff000000ULL /* grows each time it is taken, after 255 to 1 */
 
 struct tfs_super {
 	tmb_u64 magic;
@@ -158,7 +158,7 @@ struct tfs_inode {
 	tmb_s64 btime;
 	tmb_u64 version; /* grows with each change of data or attributes */
 	tmb_u64 hole_mappers; /* bit per member, of those in 'mappers', that may show zeroes where there are holes */
-	tmb_u64 unsynced; /* persistent memory: data may have been stored through mappings since it was last written back */
+	tmb_u64 unsynced; /* persistent memory: grows with each mapping; 0: all that was stored through mappings is written back */
 	tmb_u64 pad0[1];
 	/* 192: shared state */
 	struct tmb_lock lock;

@@ -16,6 +16,9 @@
 #define TFS_MODE_CHR 0020000u
 #define TFS_DT(mode) (((mode) >> 12) & 15)
 
+/* A function for what seldom happens, so that its caller is short. */
+#define TFS_SELDOM __attribute__((__noinline__))
+
 /* Evaluates each argument once: one may be memory that another member is changing. */
 #define TFS_MIN(a, b)                                    \
 	({                                               \
@@ -98,10 +101,20 @@ int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
 /* Tags 512 free blocks that are aligned to 512, or a part of such a chunk from 'offset' on. -ENOSPC. */
 int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run *run);
 #define TFS_RESERVE 2u /* blocks: as many nodes as one removal may need */
+_Static_assert(sizeof(((struct tfs *)0)->reserve) == TFS_RESERVE * sizeof(tmb_u64), "a place for each reserved block");
 /* Tags one free block, a reserved one if there is no other. -ENOSPC. */
 int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block);
 /* Fills the reserve up if it has fewer blocks. */
 void tfs_keep_reserve(struct tfs *fs);
+/* The same after blocks became free: another member may have taken the reserve, and have died or left before it could fill it again. */
+static inline void tfs_refill_reserve(struct tfs *fs)
+{
+	tmb_u64 a = tmb_load(&fs->reserve[0]), b = tmb_load(&fs->reserve[1]);
+	tmb_u8 *map = tfs_map_bytes(fs);
+
+	if (a == b || tmb_load(&map[a]) != TFS_MAP_RESERVED || tmb_load(&map[b]) != TFS_MAP_RESERVED)
+		tfs_keep_reserve(fs);
+}
 void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value);
 /* First block in [from, to) with this map byte, or 'to'. */
 tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value);
@@ -110,7 +123,12 @@ tmb_u64 tfs_count_free(struct tfs *fs);
 /* tree.c: radix trees. 'root' is a copied root word; 'rootp' points to one, in the zone or private. */
 /* As tfs_tree_map, without a report of damage: a reader may find the tree freed under it, and -EUCLEAN then means nothing. */
 int tfs_tree_look(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
-int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
+static inline int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+{
+	int err = tfs_tree_look(fs, root, fblock, count, run);
+
+	return __builtin_expect(err, 0) ? tfs_damage(fs, "tree entry out of range", root, fblock) : 0;
+}
 /* Links run.count blocks, tagged as the caller's, at a hole, then gives them and new nodes the map byte 'mark': used, or still the tag if the root
  * itself is not linked yet. *nodes grows by the nodes it took. */
 int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *nodes);
@@ -162,7 +180,21 @@ enum tfs_how {
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how);
 /* The same for a lock in an inode's record whose memory has another use once the inode is gone. -ESTALE: it is gone. */
 int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h);
-bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock);
+/* Returns the word with this member as owner of the lock in state 'now'. */
+static inline tmb_u64 tfs_lock_owned(struct tfs *fs, tmb_u64 now)
+{
+	tmb_u64 one = TFS_LOCK_COUNT & -TFS_LOCK_COUNT, count = (now + one) & TFS_LOCK_COUNT;
+
+	/* A lock that was taken once is never 0 again: that may be a count of names, in a later inode with the number. */
+	count = count ? count : one;
+	return (now & TFS_LOCK_TURN) | count | tmb_lock_word(fs->member, fs->epoch, 0) | TFS_LOCK_HELD;
+}
+static inline bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
+{
+	tmb_u64 now = tmb_load(&lock->word);
+
+	return !(now & 0xff) && tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now));
+}
 /* Takes the lock if it is free or its owner is dead, without a wait and without the owner's recovery. False: *owner, a living member, has it or is to
  * have it; or its word has just changed. */
 bool tfs_lock_at_once(struct tfs *fs, struct tmb_lock *lock, tmb_u32 *owner);
@@ -181,11 +213,17 @@ void tfs_wait_start(struct tfs_wait *w, enum tfs_how how);
  * life. -EINTR, or -ESHUTDOWN: this member was declared dead. */
 int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owner, tmb_u32 *bell, tmb_u32 rung);
 
-int tfs_wait_thaw(struct tfs *fs); /* freeze.c: waits while another member has frozen the file system */
+/* freeze.c */
+int tfs_wait_thaw(struct tfs *fs); /* waits while another member has frozen the file system */
+static inline bool tfs_is_frozen(struct tfs *fs)
+{
+	return tmb_load(&tfs_sb(fs)->freeze) && tfs_frozen(fs);
+}
 
 /* lock.c: which members live; locks of inodes */
-int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how);
-int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h); /* -EAGAIN: taken */
+/* As tfs_lock_inode; gives the inode, whose lock tfs_unlock releases. */
+int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **inode);
+int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **inode); /* -EAGAIN: taken */
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 static inline bool tfs_member_active(struct tfs *fs, tmb_u32 member)
 {
@@ -230,9 +268,14 @@ int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
 int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot); /* -EAGAIN: frozen */
 void tfs_tx_drop(struct tfs *fs, tmb_u32 slot); /* ends a transaction that has listed nothing */
-struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot);
+static inline struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
+{
+	return &tfs_member_area(fs, fs->member)->tx[slot];
+}
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);
+/* Names inode 0 of an open transaction whose recovery trims it. */
+void tfs_tx_trim(struct tfs *fs, tmb_u32 slot, tmb_u64 ino);
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
 /* Called before the locks of what was changed are released: a recovery would otherwise store the words again, over later changes. */
@@ -260,12 +303,12 @@ void tfs_unlock_table(struct tfs *fs, struct tfs_inode *inode);
 
 /* inode.c */
 struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino);
-/* Returns the inode in any state; NULL: no such inode. Places in the cache were checked; 0 is no block's place. */
+/* Returns the inode in any state; NULL: no such inode. Places in the cache were checked. */
 static inline struct tfs_inode *tfs_inode(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 fblock = ino / TFS_INODES_PER_BLOCK, known = tmb_load(&fs->itable_cache[fblock % TFS_ITABLE_CACHE]);
 
-	if (!ino || !known || known >> 32 != fblock)
+	if (__builtin_expect(!ino || known >> 32 != fblock + 1, 0))
 		return tfs_search_inode(fs, ino);
 	return (struct tfs_inode *)tfs_block(fs, known & 0xffffffff) + ino % TFS_INODES_PER_BLOCK;
 }
@@ -274,12 +317,14 @@ static inline struct tfs_handle tfs_any(tmb_u64 ino)
 {
 	return (struct tfs_handle){.ino = ino};
 }
-/* Returns whether the inode lives and is the handle's. */
+/* Returns whether an inode in this state lives and is the handle's. */
+static inline bool tfs_state_is(tmb_u64 state, struct tfs_handle h)
+{
+	return (state & 0xff) == TFS_INODE_LIVE && (!h.generation || state >> TFS_GEN_SHIFT == h.generation);
+}
 static inline bool tfs_is(struct tfs_inode *inode, struct tfs_handle h)
 {
-	tmb_u64 state = tmb_load_acquire(&inode->state_gen);
-
-	return (state & 0xff) == TFS_INODE_LIVE && (!h.generation || state >> TFS_GEN_SHIFT == h.generation);
+	return tfs_state_is(tmb_load_acquire(&inode->state_gen), h);
 }
 /* Returns whether this member may name the inode. One that is confined has no way to the file system's root, by whose names it reaches all others. */
 static inline bool tfs_in_reach(struct tfs *fs, struct tfs_handle h)
@@ -327,12 +372,21 @@ int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,
 		      bool recovering);
 void tfs_end_removal(struct tfs *fs, struct tfs_gone *gone);
-tmb_u64 tfs_blocks_of(tmb_u64 bytes);
+static inline tmb_u64 tfs_blocks_of(tmb_u64 bytes)
+{
+	return (bytes + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT;
+}
 static inline tmb_u64 tfs_free_state(tmb_u64 state_gen)
 {
 	return ((state_gen >> TFS_GEN_SHIFT) + 1) << TFS_GEN_SHIFT;
 }
-void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data); /* ctime, version; mtime if data */
+static inline void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data) /* ctime, version; mtime if data */
+{
+	if (data)
+		tmb_store(&inode->mtime, now);
+	tmb_store(&inode->ctime, now);
+	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
+}
 /* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. *taken: its blocks, at most tfs_image_blocks. */
 int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, tmb_u64 *taken);
 tmb_u64 tfs_image_blocks(tmb_u64 len);
@@ -374,9 +428,23 @@ static inline void tfs_dir_end(struct tfs *fs, struct tfs_inode *dir)
 	tfs_persist(fs, &dir->seq, sizeof(dir->seq));
 }
 
+static inline tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir)
+{
+	tmb_u64 n = tmb_load_acquire(&dir->size) >> TFS_BLOCK_SHIFT;
+
+	return TFS_MIN(n, fs->blocks);
+}
+/* Returns the granule's address; NULL: no such granule. */
+static inline struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule)
+{
+	struct tfs_run run;
+
+	if (tfs_tree_look(fs, tmb_load_acquire(&dir->root), granule / TFS_GRANULES_PER_BLOCK, 1, &run) || !run.block)
+		return NULL;
+	return (struct tfs_dirent *)tfs_block(fs, run.block) + granule % TFS_GRANULES_PER_BLOCK;
+}
+
 /* dirindex.c: the hash index of a large directory */
-tmb_u64 tfs_dir_blocks(struct tfs *fs, struct tfs_inode *dir);
-struct tfs_dirent *tfs_granule_at(struct tfs *fs, struct tfs_inode *dir, tmb_u64 granule); /* NULL: no such granule */
 /* Compares the entry with the name. left: granules to the end of its block. */
 bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref);
 int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, const char *name, tmb_u32 len, struct tfs_slot *slot);

@@ -85,13 +85,6 @@ int tfs_tree_look(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, s
 	return 0;
 }
 
-int tfs_tree_map(struct tfs *fs, tmb_u64 root, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
-{
-	int err = tfs_tree_look(fs, root, fblock, count, run);
-
-	return err ? tfs_damage(fs, "tree entry out of range", root, fblock) : 0;
-}
-
 static int new_node(struct tfs *fs, tmb_u64 *nodes, tmb_u64 *node) /* tagged */
 {
 	struct tfs_run run;
@@ -270,14 +263,9 @@ int tfs_tree_link(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct t
 	return 0;
 }
 
-int tfs_tree_add(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken)
+/* Frees the blocks of a run that could not be linked as a whole, but for those that were. */
+static TFS_SELDOM void keep_linked(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken)
 {
-	int err = tfs_tree_link(fs, rootp, fblock, run, mark, taken);
-
-	if (!err) {
-		*taken += run->count;
-		return 0;
-	}
 	for (tmb_u64 i = 0; i < run->count; i++) {
 		struct tfs_run there;
 		bool linked = !tfs_tree_map(fs, tmb_load(rootp), fblock + i, 1, &there) && there.block == run->block + i;
@@ -285,6 +273,16 @@ int tfs_tree_add(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tf
 		*taken += linked;
 		tfs_set_map(fs, run->block + i, 1, linked ? mark : TFS_MAP_FREE);
 	}
+}
+
+int tfs_tree_add(struct tfs *fs, tmb_u64 *rootp, tmb_u64 fblock, const struct tfs_run *run, tmb_u8 mark, tmb_u64 *taken)
+{
+	int err = tfs_tree_link(fs, rootp, fblock, run, mark, taken);
+
+	if (!err)
+		*taken += run->count;
+	else
+		keep_linked(fs, rootp, fblock, run, mark, taken);
 	return err;
 }
 

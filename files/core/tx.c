@@ -8,11 +8,6 @@
 #define TX_HEAD 64u
 _Static_assert(offsetof(struct tfs_tx, arg) <= TX_HEAD, "transaction head");
 
-struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
-{
-	return &tfs_member_area(fs, fs->member)->tx[slot];
-}
-
 struct tfs_inode *tfs_tx_listed(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i)
 {
 	tmb_u64 ino = tmb_load(&tx->ino[i]);
@@ -20,12 +15,12 @@ struct tfs_inode *tfs_tx_listed(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i)
 	return ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
 }
 
-static tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
+static inline tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
 {
 	return (tmb_u64)fs->epoch << 32 | state;
 }
 
-static bool open_slot(struct tfs *fs, tmb_u32 i)
+static inline bool open_slot(struct tfs *fs, tmb_u32 i)
 {
 	struct tfs_tx *tx = tfs_tx(fs, i);
 	tmb_u64 old = tmb_load(&tx->state);
@@ -33,21 +28,18 @@ static bool open_slot(struct tfs *fs, tmb_u32 i)
 	return (old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN));
 }
 
-int tfs_tx_claim(struct tfs *fs, tmb_u32 *slot)
+/* Looks for another free slot than number i. */
+static TFS_SELDOM int claim_other(struct tfs *fs, tmb_u32 i, tmb_u32 *slot)
 {
-	tmb_u32 i = tfs_os_cpu() % TFS_TX_RECOVERY;
 	struct tfs_wait w;
 
-	if (fs->read_only)
-		return -EROFS;
-	if (tfs_fenced(fs))
-		return -ESHUTDOWN;
-	for (tmb_u32 round = 0;; round++, i = (i + 1) % TFS_TX_RECOVERY) {
+	for (tmb_u32 round = 1;; round++) {
+		i = (i + 1) % TFS_TX_RECOVERY;
 		if (open_slot(fs, i)) {
 			*slot = i;
 			return 0;
 		}
-		if (round && round % TFS_TX_RECOVERY == 0) {
+		if (round % TFS_TX_RECOVERY == 0) {
 			int err;
 
 			if (round == TFS_TX_RECOVERY)
@@ -59,11 +51,24 @@ int tfs_tx_claim(struct tfs *fs, tmb_u32 *slot)
 	}
 }
 
+int tfs_tx_claim(struct tfs *fs, tmb_u32 *slot)
+{
+	tmb_u32 i;
+
+	if (fs->read_only)
+		return -EROFS;
+	if (tfs_fenced(fs))
+		return -ESHUTDOWN;
+	i = tfs_os_cpu() % TFS_TX_RECOVERY;
+	*slot = i;
+	return open_slot(fs, i) ? 0 : claim_other(fs, i, slot);
+}
+
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
 {
 	int err;
 
-	while (!(err = tfs_tx_claim(fs, slot)) && tfs_frozen(fs)) {
+	while (!(err = tfs_tx_claim(fs, slot)) && tfs_is_frozen(fs)) {
 		tfs_tx_drop(fs, *slot);
 		err = tfs_wait_thaw(fs);
 		if (err)
@@ -76,7 +81,7 @@ int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot)
 {
 	int err = tfs_tx_claim(fs, slot);
 
-	if (err || !tfs_frozen(fs))
+	if (err || !tfs_is_frozen(fs))
 		return err;
 	tfs_tx_drop(fs, *slot);
 	return -EAGAIN;
@@ -100,6 +105,16 @@ void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u
 	tfs_barrier(fs);
 	tmb_store_release(&tx->redo, redo);
 	tfs_persist(fs, tx, TX_HEAD);
+}
+
+void tfs_tx_trim(struct tfs *fs, tmb_u32 slot, tmb_u64 ino)
+{
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+
+	tmb_store_release(&tx->ino[0], ino);
+	tmb_store_release(&tx->redo, TFS_REDO_TRIM);
+	tfs_persist(fs, tx, TX_HEAD);
+	tfs_barrier(fs);
 }
 
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value)
@@ -157,9 +172,9 @@ void tfs_tx_drop(struct tfs *fs, tmb_u32 slot)
 	tmb_store_release(&tfs_tx(fs, slot)->state, tx_state(fs, TFS_TX_FREE));
 }
 
-void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
+/* The end of a transaction that has freed inodes. */
+static TFS_SELDOM void end_freeing(struct tfs *fs, tmb_u32 slot, struct tfs_tx *tx)
 {
-	struct tfs_tx *tx = tfs_tx(fs, slot);
 	struct tfs_inode *freed[TFS_TX_INODES];
 	tmb_u32 n = 0;
 
@@ -175,6 +190,19 @@ void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
 	tfs_barrier(fs);
 	while (n)
 		tfs_set_free(fs, freed[--n]);
+}
+
+void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
+{
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+
+	if (fs->freeing[slot]) {
+		end_freeing(fs, slot, tx);
+		return;
+	}
+	tfs_barrier(fs);
+	clear_tx(fs, tx, tx_state(fs, TFS_TX_FREE));
+	tfs_barrier(fs);
 }
 
 void tfs_tx_clear(struct tfs *fs, struct tfs_tx *tx)

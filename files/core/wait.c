@@ -38,14 +38,6 @@ static tmb_u64 with(tmb_u64 word, tmb_u64 mask, tmb_u64 value)
 	return (word & ~mask) | (value << __builtin_ctzll(mask) & mask);
 }
 
-/* Returns the word with this member as owner of the lock in state 'now'. */
-static tmb_u64 owned(struct tfs *fs, tmb_u64 now)
-{
-	tmb_u64 word = with(now & TFS_LOCK_TURN, TFS_LOCK_COUNT, field(now, TFS_LOCK_COUNT) + 1);
-
-	return word | tmb_lock_word(fs->member, fs->epoch, 0) | TFS_LOCK_HELD;
-}
-
 static bool is_own(struct tfs *fs, tmb_u64 word)
 {
 	return (word & ~TFS_LOCK_TAG) == tmb_lock_word(fs->member, fs->epoch, 0);
@@ -211,13 +203,6 @@ static tmb_u32 choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 	return TFS_MEMBERS;
 }
 
-bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
-{
-	tmb_u64 now = tmb_load(&lock->word);
-
-	return !(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now));
-}
-
 /* Takes an offered lock if the offer is to this member, or has ended. 'since': when the word was first seen; 0: just now. */
 static int take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_u64 since)
 {
@@ -230,7 +215,7 @@ static int take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_
 			return 0;
 		tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it runs */
 	}
-	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeLapsed */
+	return tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now)); /* TakeLapsed */
 }
 
 /* Takes a lock over whose owner is dead, once the owner's transactions are recovered. */
@@ -246,7 +231,7 @@ static int take_dead(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, 
 		if (err)
 			return err;
 	}
-	return tmb_cas64(&lock->word, now, owned(fs, now)); /* TakeDead */
+	return tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now)); /* TakeDead */
 }
 
 /* One attempt by the first of a queue. 1: it owns the lock; 0: not yet; or an error. */
@@ -255,7 +240,7 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 	tmb_u64 kind = now & TFS_LOCK_KIND;
 
 	if (!(now & 0xff)) /* free */
-		return tmb_cas64(&lock->word, now, owned(fs, now));
+		return tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now));
 	if (tmb_lock_owner(now) >= TFS_MEMBERS || (kind != TFS_LOCK_HELD && kind != TFS_LOCK_OFFERED)) {
 		tfs_damage(fs, "lock word without an owner", now, (tmb_u64)((tmb_u8 *)lock - fs->area));
 		tmb_cas64(&lock->word, now, 0);
@@ -355,10 +340,13 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 /* Spins for a lock that is about to be released. False: it stays taken, or another thread demands it. */
 static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode, struct tfs_handle h)
 {
-	for (tmb_u32 i = 0; i < SPINS && !is_gone(inode, h); i++) {
-		tmb_u64 now = tmb_load(&lock->word);
+	for (tmb_u32 i = 0; i < SPINS; i++) {
+		tmb_u64 now = tmb_load_acquire(&lock->word);
 
-		if (!(now & 0xff) && tmb_cas64(&lock->word, now, owned(fs, now)))
+		/* After the word: if that has become another inode's since, it has changed. */
+		if (is_gone(inode, h))
+			return false;
+		if (!(now & 0xff) && tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now)))
 			return true;
 		if (now & TFS_LOCK_DEMAND)
 			return false;
@@ -367,16 +355,13 @@ static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode,
 	return false;
 }
 
-int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
+/* For a lock that was not free at once. */
+static TFS_SELDOM int wait_for(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
 {
 	struct tfs_waiter *place = NULL;
 	struct tfs_wait w;
 	int err;
 
-	if (fs->read_only)
-		return -EROFS;
-	if (tfs_fenced(fs))
-		return -ESHUTDOWN;
 	if (spin(fs, lock, inode, h))
 		return 0;
 	tfs_wait_start(&w, how);
@@ -397,9 +382,25 @@ int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct 
 	return err;
 }
 
+static inline int may_lock(struct tfs *fs)
+{
+	return fs->read_only ? -EROFS : tfs_fenced(fs) ? -ESHUTDOWN : 0;
+}
+
+int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
+{
+	int err = may_lock(fs);
+
+	return err ? err : wait_for(fs, lock, how, inode, h);
+}
+
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 {
-	return tfs_lock_of(fs, lock, how, NULL, (struct tfs_handle){0});
+	int err = may_lock(fs);
+
+	if (err || tfs_try_lock(fs, lock))
+		return err;
+	return wait_for(fs, lock, how, NULL, (struct tfs_handle){0});
 }
 
 /* Returns the word that offers the lock in state 'now' to a member. */
@@ -410,7 +411,17 @@ static tmb_u64 offered(struct tfs *fs, tmb_u64 now, tmb_u32 to)
 	return with(now & (TFS_LOCK_TURN | TFS_LOCK_COUNT), TFS_LOCK_TURN, to + 1) | tmb_lock_word(to, epoch, 0) | TFS_LOCK_OFFERED;
 }
 
-void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
+/* Wakes the next member, which may find that another one has taken the lock. */
+static TFS_SELDOM void wake_next(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
+{
+	tmb_u32 heir = choose(fs, lock, word);
+
+	if (heir < TFS_MEMBERS)
+		ring(fs, lock, heir);
+}
+
+/* For a lock that a waiter demands. */
+static TFS_SELDOM void hand_over(struct tfs *fs, struct tmb_lock *lock)
 {
 	for (;;) {
 		tmb_u64 now = tmb_load(&lock->word), next = now & (TFS_LOCK_TURN | TFS_LOCK_COUNT);
@@ -423,10 +434,21 @@ void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
 			next = offered(fs, now, heir);
 		if (!tmb_cas64(&lock->word, now, next))
 			continue;
-		if (heir == TFS_MEMBERS && tmb_load(&lock->waiters))
-			heir = choose(fs, lock, now);
 		if (heir < TFS_MEMBERS)
 			ring(fs, lock, heir);
+		else if (tmb_load(&lock->waiters))
+			wake_next(fs, lock, now);
 		return;
 	}
+}
+
+void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
+{
+	tmb_u64 now = tmb_load(&lock->word);
+
+	if (now & TFS_LOCK_DEMAND || !is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD ||
+	    !tmb_cas64(&lock->word, now, now & (TFS_LOCK_TURN | TFS_LOCK_COUNT)))
+		hand_over(fs, lock);
+	else if (tmb_load(&lock->waiters))
+		wake_next(fs, lock, now);
 }

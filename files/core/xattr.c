@@ -234,10 +234,9 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
-	err = tfs_lock_inode(fs, h);
+	err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
 	if (err)
 		goto end;
-	inode = tfs_inode(fs, h.ino);
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	err = get_image(fs, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
 	if (err)
@@ -276,7 +275,7 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	}
 unlock:
 	tfs_tx_end(fs, slot);
-	tfs_unlock_inode(fs, h.ino);
+	tfs_unlock(fs, &inode->lock);
 	return err;
 end:
 	tfs_tx_end(fs, slot);

@@ -14,6 +14,7 @@
 
 #define NS 1000000000ULL
 /* A wait polls at least this often, since no event here wakes it. */
+#define CPU_USES 64u
 #define LONGEST_WAIT_NS (2 * 1000 * 1000L)
 
 void *tfs_os_alloc(tmb_u64 bytes)
@@ -98,11 +99,17 @@ tmb_s64 tfs_os_now(void)
 	return (tmb_s64)now(CLOCK_REALTIME);
 }
 
+/* A thread seldom changes its CPU, so it looks seldom. */
 tmb_u32 tfs_os_cpu(void)
 {
-	int cpu = sched_getcpu();
+	static __thread tmb_u32 cpu, uses;
 
-	return cpu < 0 ? 0 : (tmb_u32)cpu;
+	if (!(uses++ % CPU_USES)) {
+		int now = sched_getcpu();
+
+		cpu = now < 0 ? 0 : (tmb_u32)now;
+	}
+	return cpu;
 }
 
 void tfs_os_ring(struct tfs *fs, tmb_u32 member)

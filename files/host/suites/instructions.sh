@@ -8,7 +8,10 @@ here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 count() { # of the checkout $1, into $2
-	cc -O2 -g -std=gnu11 -fno-strict-aliasing -I"$1/files/core" -I"$1/zone/format" -I"$1/files/host/os" "$here/instructions.c" \
+	numbers=
+	grep -q '^struct tfs_handle' "$1/files/core/tfs.h" || numbers=-DNUMBERS
+	# shellcheck disable=SC2086
+	cc $numbers -O2 -g -std=gnu11 -fno-strict-aliasing -I"$1/files/core" -I"$1/zone/format" -I"$1/files/host/os" "$here/instructions.c" \
 		"$1"/files/core/*.c "$1"/files/host/os/*.c -o "$work/program"
 	valgrind --quiet --tool=callgrind --callgrind-out-file="$work/profile" "$work/program"
 	callgrind_annotate --inclusive=yes --threshold=100 "$work/profile" | grep -v '=>' |

@@ -437,6 +437,200 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
 }
 
 #[test]
+fn directories_that_are_moved_into_each_other_form_no_circle() {
+    fn setup_directories(fs: &Filesystem) {
+        for (dir, name) in [("", "p"), ("", "q"), ("p", "x"), ("q", "y")] {
+            make(fs, dir, name, DIR).expect("mkdir");
+        }
+    }
+    fn move_into(fs: &Filesystem, from: (&str, &str), to: (&str, &str)) -> Result<(), String> {
+        let (Ok(old), Ok(new)) = (at(fs, from.0), at(fs, to.0)) else { return Ok(()) };
+        match fs.rename((old, from.1.as_bytes()), (new, to.1.as_bytes()), 0) {
+            Ok(()) | Err(Errno::INVAL | Errno::NOENT) => Ok(()),
+            Err(e) => Err(format!("{from:?} to {to:?}: {e}")),
+        }
+    }
+    /// A directory is found where its parent says that it is, and one name leads to each.
+    fn count(fs: &Filesystem, dir: Handle) -> Result<usize, String> {
+        let mut n = 0;
+        for entry in fs.list(dir).map_err(|e| format!("list: {e}"))? {
+            let (found, _) = fs.lookup(dir, &entry.name).map_err(|e| format!("a listed name: {e}"))?;
+            let parent = fs.parent(found).map_err(|e| format!("parent: {e}"))?;
+            if parent != dir.ino {
+                return Err(format!("inode {} in {} has the parent {parent}", found.ino, dir.ino));
+            }
+            n += 1 + count(fs, found)?;
+        }
+        Ok(n)
+    }
+    let case = Case {
+        setup: setup_directories,
+        doing: vec![
+            doing(4, true, |fs| move_into(fs, ("", "p"), ("q/y", "p"))),
+            doing(20, true, |fs| move_into(fs, ("", "q"), ("p/x", "q"))),
+            doing(5, false, |fs| move_into(fs, ("p", "x"), ("", "x"))),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(1), ..doing(2, false, recover) },
+        ],
+        check: |fs, _| match count(fs, ROOT.into())? {
+            4 => Ok(()),
+            n => Err(format!("{n} directories can be reached")),
+        },
+    };
+    case.explore("moved directories");
+}
+
+#[test]
+fn a_file_with_two_names_has_as_many_links_as_names_whoever_dies() {
+    let case = Case {
+        setup: |fs| {
+            setup(fs);
+            fs.link(at(fs, "b").expect("b"), b"second", at(fs, "a/f").expect("a/f")).expect("link");
+        },
+        doing: vec![
+            doing(4, true, |fs| {
+                let (a, b) =
+                    (at(fs, "a").map_err(|e| e.to_string())?, at(fs, "b").map_err(|e| e.to_string())?);
+                match fs.rename((a, b"g"), (b, b"second"), sys::TFS_RENAME_EXCHANGE) {
+                    Ok(()) | Err(Errno::NOENT) => Ok(()),
+                    Err(e) => Err(format!("exchange: {e}")),
+                }
+            }),
+            doing(20, true, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.unlink(a, b"f", None).map_err(|e| format!("unlink: {e}"))
+            }),
+            doing(5, true, |fs| {
+                let b = at(fs, "b").map_err(|e| e.to_string())?;
+                let Ok(f) = at(fs, "a/f") else { return Ok(()) };
+                match fs.link(b, b"third", f) {
+                    Ok(()) | Err(Errno::NOENT) => Ok(()),
+                    Err(e) => Err(format!("link: {e}")),
+                }
+            }),
+            doing(12, false, make_own),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(1), ..doing(2, false, recover) },
+        ],
+        check: |fs, _| {
+            own_is_there(fs)?;
+            let names = ["a/f", "a/g", "b/second", "b/third"].map(|path| at(fs, path).ok());
+            for file in names.iter().flatten() {
+                let attr = fs.getattr(*file).map_err(|e| format!("attributes: {e}"))?;
+                let n = names.iter().flatten().filter(|other| other.ino == file.ino).count();
+                if attr.nlink as usize != n {
+                    return Err(format!("{n} names and {} links: {names:?}", attr.nlink));
+                }
+                let (byte, len) = if attr.has_xattr { (b'g', 100) } else { (b'f', LEN) };
+                is_full_of(fs, *file, byte, len)?;
+            }
+            let different = |i: usize| names[i].map(|file| file.ino);
+            match (different(1), different(2)) {
+                (Some(g), Some(second)) if g != second => Ok(()),
+                _ => Err(format!("a file has no name: {names:?}")),
+            }
+        },
+    };
+    case.explore("links");
+}
+
+#[test]
+fn a_death_amid_several_operations_of_a_member_leaves_each_done_or_not_begun() {
+    let case = Case {
+        setup,
+        doing: vec![
+            doing(4, true, |fs| {
+                let a = at(fs, "a").map_err(|e| e.to_string())?;
+                fs.unlink(a, b"f", None).map_err(|e| format!("unlink: {e}"))
+            }),
+            doing(4, true, |fs| {
+                let h = at(fs, "a/h").map_err(|e| e.to_string())?;
+                fs.truncate(h, 5000, false).map_err(|e| format!("truncate: {e}"))?;
+                fs.append(h, &[b'h'; 9000], false).map(|_| ()).map_err(|e| format!("append: {e}"))
+            }),
+            doing(4, true, |fs| {
+                let (a, b) = (at(fs, "a"), at(fs, "b"));
+                let (a, b) = (a.map_err(|e| e.to_string())?, b.map_err(|e| e.to_string())?);
+                make(fs, "a", "new", REG)?;
+                fs.rename((a, b"g"), (b, b"g"), 0).map_err(|e| format!("rename: {e}"))
+            }),
+            doing(20, false, make_own),
+            Doing { after: Some(0), ..doing(1, true, recover) },
+            Doing { after: Some(4), ..doing(2, false, recover) },
+            Doing { after: Some(4), ..doing(12, false, make_late) },
+        ],
+        check: |fs, done| {
+            late_is_there(fs, done[6])?;
+            own_is_there(fs)?;
+            if done[0] && at(fs, "a/f") != Err(Errno::NOENT) {
+                return Err("a/f is still there".into());
+            }
+            let h = at(fs, "a/h").map_err(|e| format!("a/h: {e}"))?;
+            let size = fs.size(h);
+            if (done[1] && size != 14_000) || ![5000, 14_000, 40_000].contains(&size) {
+                return Err(format!("a/h has {size} bytes"));
+            }
+            is_full_of(fs, h, b'h', size as usize).map_err(|e| format!("a/h: {e}"))?;
+            match (at(fs, "a/g"), at(fs, "b/g")) {
+                (Ok(g), Err(Errno::NOENT)) if !done[2] => is_full_of(fs, g, b'g', 100),
+                (Err(Errno::NOENT), Ok(g)) => is_full_of(fs, g, b'g', 100),
+                other => Err(format!("a/g and b/g: {other:?}")),
+            }
+        },
+    };
+    case.explore("several operations");
+}
+
+#[test]
+fn what_is_appended_beside_a_truncation_is_there_whole_or_cut_where_that_cuts() {
+    const PIECE: usize = 5000;
+    let case = Case {
+        setup: |fs| {
+            setup(fs);
+            make(fs, "", "log", REG).expect("create");
+        },
+        doing: vec![
+            doing(4, false, |fs| {
+                let log = at(fs, "log").map_err(|e| e.to_string())?;
+                for _ in 0..2 {
+                    let (_, place) =
+                        fs.append(log, &[4; PIECE], false).map_err(|e| format!("append: {e}"))?;
+                    if place % PIECE as u64 != 0 {
+                        return Err(format!("appended at {place}"));
+                    }
+                }
+                Ok(())
+            }),
+            doing(5, true, |fs| {
+                let log = at(fs, "log").map_err(|e| e.to_string())?;
+                fs.append(log, &[5; PIECE], false).map(|_| ()).map_err(|e| format!("append: {e}"))
+            }),
+            doing(20, true, |fs| {
+                let log = at(fs, "log").map_err(|e| e.to_string())?;
+                fs.truncate(log, 0, false).map_err(|e| format!("truncate: {e}"))
+            }),
+            doing(12, false, make_own),
+            Doing { after: Some(1), ..doing(1, true, recover) },
+            Doing { after: Some(2), ..doing(2, false, recover) },
+        ],
+        check: |fs, _| {
+            own_is_there(fs)?;
+            let log = at(fs, "log").map_err(|e| format!("log: {e}"))?;
+            let mut bytes = vec![0; 4 * PIECE];
+            let n = fs.pread(log, &mut bytes, 0).map_err(|e| format!("read: {e}"))?;
+            let pieces: Vec<u8> = bytes[..n].chunks(PIECE).map(|piece| piece[0]).collect();
+            let whole = n % PIECE == 0 && bytes[..n].chunks(PIECE).all(|p| p.iter().all(|b| *b == p[0]));
+            let most = |byte: u8, most| pieces.iter().filter(|b| **b == byte).count() <= most;
+            if !whole || !most(4, 2) || !most(5, 1) || pieces.iter().any(|b| ![4, 5].contains(b)) {
+                return Err(format!("{n} bytes, pieces {pieces:?}"));
+            }
+            Ok(())
+        },
+    };
+    case.explore("appends");
+}
+
+#[test]
 fn a_range_has_one_locker_at_a_time_whatever_becomes_of_its_file_and_of_other_lockers() {
     std::thread_local! {
         static HOLDER: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };

@@ -122,7 +122,7 @@ impl Zone {
     /// Runs one thread alone, to its end.
     fn alone<T>(&self, body: impl FnOnce() -> T) -> Result<T, String> {
         let mut result = None;
-        let thread = Thread { body: Box::new(|| result = Some(body())), after: None };
+        let thread = Thread { body: Box::new(|| result = Some(body())), after: None, process: None };
         let regions = [Zone::region(&self.map), Zone::region(&self.reader)];
         let ran = Schedule::run(vec![thread], regions, Plan::new(0, Vec::new(), Vec::new(), true), |_| {})?;
         match ran.damage.is_empty() {
@@ -133,8 +133,9 @@ impl Zone {
 
     /// Runs two threads in this order of accesses.
     fn both(&self, plan: Plan, one: impl FnOnce(), other: impl FnOnce()) {
-        let threads =
-            vec![Thread { body: Box::new(one), after: None }, Thread { body: Box::new(other), after: None }];
+        let threads = [Box::new(one) as Box<dyn FnOnce()>, Box::new(other)]
+            .map(|body| Thread { body, after: None, process: None })
+            .into();
         let regions = [Zone::region(&self.map), Zone::region(&self.reader)];
         let ran = Schedule::run(threads, regions, plan, |_| {}).expect("both come to their end");
         assert_eq!(ran.damage, Vec::<String>::new());
@@ -180,7 +181,7 @@ impl Case {
                     wrong.borrow_mut().push(format!("thread {i}: {why}"));
                 }
             });
-            threads.push(Thread { body, after: doing.after });
+            threads.push(Thread { body, after: doing.after, process: Some(doing.member) });
         }
         let ran = Schedule::run(threads, [Zone::region(&zone.map), Zone::region(&zone.reader)], plan, |i| {
             zone.declare_dead(self.doing[i].member)

@@ -269,7 +269,7 @@ fn dies_letting_go(zone: &Zone, place: usize, death: usize) -> (usize, usize) {
             mapper.let_go();
         }),
     ];
-    let threads = bodies.into_iter().map(|body| Thread { body, after: None }).collect();
+    let threads = bodies.into_iter().map(|body| Thread { body, after: None, process: None }).collect();
     let regions = [Zone::region(&zone.map), Zone::region(&zone.reader)];
     let ran = Schedule::run(threads, regions, plan, |_| zone.declare_dead(10)).expect("an end");
     zone.declare_dead(10);

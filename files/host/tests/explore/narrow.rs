@@ -60,7 +60,7 @@ impl Zone {
     }
 
     fn run(&self, plan: Plan, bodies: Vec<Box<dyn FnOnce() + '_>>) -> Result<Ran, String> {
-        let threads = bodies.into_iter().map(|body| Thread { body, after: None }).collect();
+        let threads = bodies.into_iter().map(|body| Thread { body, after: None, process: None }).collect();
         Schedule::run(threads, [Zone::region(&self.map), Zone::region(&self.reader)], plan, |_| {})
     }
 }
@@ -501,4 +501,62 @@ fn a_release_of_a_lock_that_waits_until_its_file_is_gone_changes_nothing_of_the_
     assert_eq!((ran.damage, released.get()), (Vec::new(), Err(Errno::STALE)));
     [holder, fs, other].into_iter().for_each(Filesystem::abandon);
     zone.assert_clean(&[1, 4, 20]);
+}
+
+/// Wherever the release is held up, and however often the lock of the table was taken before: its word counts up to 255.
+#[test]
+fn a_late_release_of_a_lock_leaves_an_empty_directory_with_its_files_number_empty() {
+    let lock = FileLock { end: !0, type_: sys::TFS_LK_WRITE, kind: sys::TFS_LK_POSIX, ..FileLock::default() };
+    let release = FileLock { type_: sys::TFS_LK_UNLOCK, ..lock };
+    let zone = Zone::new(take_all_numbers);
+    // The first lock takes it three times.
+    for (looks, place) in [0, 252, 253, 254].into_iter().flat_map(|looks| (1..40).map(move |at| (looks, at)))
+    {
+        zone.reset();
+        let [fs, other] = [4, 20].map(|m| zone.open(m, false).expect("open"));
+        let (gone, _) = fs.lookup(ROOT, b"7").expect("lookup");
+        zone.does(|| {
+            fs.set_lock(gone, &lock).expect("a lock");
+            (0..looks).for_each(|_| _ = fs.get_lock(gone, &lock).expect("a look"));
+        });
+        let made = std::cell::Cell::new(Handle::default());
+        let bodies: Vec<Box<dyn FnOnce() + '_>> = vec![
+            Box::new(|| _ = fs.set_lock(gone, &release)),
+            Box::new(|| {
+                other.unlink(ROOT, b"7", None).expect("unlink");
+                let mode = Create::mode(libc::S_IFDIR | 0o755);
+                made.set(other.create(ROOT, Some(b"dir"), &mode).expect("mkdir"));
+            }),
+        ];
+        let ran = zone.run(Plan::new(0, vec![(0, place)], Vec::new(), true), bodies).expect("both end");
+        assert_eq!((ran.damage, made.get().ino), (Vec::new(), gone.ino), "the number is used again");
+        let removed = zone.does(|| other.rmdir(ROOT, b"dir", None));
+        assert_eq!(removed, Ok(()), "held up before access {place}, after {looks} looks");
+        [fs, other].into_iter().for_each(Filesystem::abandon);
+        zone.assert_clean(&[4, 20]);
+    }
+}
+
+/// As many steps as there could be inodes, if the walk had no other end.
+#[test]
+fn a_rename_leaves_a_circle_of_directories_that_a_member_has_made_soon() {
+    const MOST: usize = 2000;
+    let zone = Zone::new(|_| {});
+    let fs = zone.open(4, false).expect("open");
+    let dir = |parent, name: &[u8]| {
+        fs.create(parent, Some(name), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir")
+    };
+    let (x, y) = (dir(ROOT.into(), b"x"), dir(ROOT.into(), b"y"));
+    let w = dir(x, b"w");
+    fs.create(w, Some(b"f"), &Create::mode(REG)).expect("create");
+    zone.store(zone.inode(x, offset_of!(sys::tfs_inode, parent)), w.ino);
+    zone.store(offset_of!(sys::tfs_super, itable_inodes) as u64, 1 << 40);
+    let ran = zone.run(
+        Plan::new(0, Vec::new(), Vec::new(), true),
+        vec![Box::new(|| assert_eq!(fs.rename((w, b"f"), (y, b"f"), 0), Err(Errno::UCLEAN)))],
+    );
+    let ran = ran.expect("it ends");
+    assert_eq!(ran.damage.len(), 1, "{:?}", ran.damage);
+    assert!(ran.steps[0] < MOST, "after {} accesses", ran.steps[0]);
+    fs.abandon();
 }

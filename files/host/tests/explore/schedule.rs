@@ -4,7 +4,7 @@
 //! The core is that of the prefixes test, compiled with the instrumentation for thread sanitizers. The functions that it calls, and its
 //! surroundings (`tfs_os_*`), are in [`crate::hooks`] and call this module. Time is simulated and passes while a thread waits.
 //!
-//! A thread that dies is not run any more: its member stays as it was, with all locks, until its death is known. The plan says when, or it is
+//! A thread that dies is not run any more, nor are the other threads of its process: its member stays as it was, with all locks, until its death is known. The plan says when, or it is
 //! when no other thread can run.
 
 use std::cell::Cell;
@@ -35,6 +35,7 @@ struct Coroutine<'a> {
     context: Box<libc::ucontext_t>,
     _stack: Vec<u8>,
     body: Option<Box<dyn FnOnce() + 'a>>,
+    process: Option<u32>,
     state: State,
     steps: usize,
     stores: usize,
@@ -45,6 +46,8 @@ pub struct Thread<'a> {
     pub body: Box<dyn FnOnce() + 'a>,
     /// Starts once the death of this one is known.
     pub after: Option<usize>,
+    /// Threads with the same one die together.
+    pub process: Option<u32>,
 }
 
 pub struct Schedule<'a> {
@@ -125,11 +128,13 @@ impl<'a> Schedule<'a> {
             let waiting: Vec<usize> = self.with(State::Waits);
             if let Some(dead) = unknown {
                 if ready.is_empty() || self.plan.is_known(dead) {
-                    self.coroutines[dead].state = State::Dead(true);
                     declare_dead(dead);
-                    for c in &mut self.coroutines {
-                        if c.state == State::After(dead) {
-                            c.state = State::Ready;
+                    for known in self.process_of(dead) {
+                        if self.coroutines[known].state == State::Dead(false) {
+                            self.coroutines[known].state = State::Dead(true);
+                        }
+                        for i in self.with(State::After(known)) {
+                            self.coroutines[i].state = State::Ready;
                         }
                     }
                     continue;
@@ -156,6 +161,23 @@ impl<'a> Schedule<'a> {
         (0..self.coroutines.len()).filter(|i| self.coroutines[*i].state == state).collect()
     }
 
+    /// Returns the threads that die with this one, itself included.
+    fn process_of(&self, thread: usize) -> Vec<usize> {
+        let process = self.coroutines[thread].process;
+        let same = |i: &usize| *i == thread || (process.is_some() && self.coroutines[*i].process == process);
+        (0..self.coroutines.len()).filter(same).collect()
+    }
+
+    fn die(&mut self) {
+        for i in self.process_of(self.current) {
+            let c = &mut self.coroutines[i];
+            if matches!(c.state, State::Ready | State::Waits) {
+                c.state = State::Dead(false);
+            }
+        }
+        self.leave(State::Dead(false));
+    }
+
     fn leave(&mut self, state: State) {
         let c = &mut self.coroutines[self.current];
         c.state = state;
@@ -170,7 +192,7 @@ impl<'a> Schedule<'a> {
         c.stores += usize::from(stores);
         let (steps, store) = (c.steps, c.stores);
         if stores && self.plan.dies(self.current, store) {
-            self.leave(State::Dead(false));
+            self.die();
         } else if self.plan.switches(self.current, steps) {
             self.leave(State::Ready);
         }
@@ -188,7 +210,8 @@ impl<'a> Coroutine<'a> {
             libc::makecontext(&mut *context, enter, 0);
         }
         let state = thread.after.map_or(State::Ready, State::After);
-        Coroutine { context, _stack: stack, body: Some(thread.body), state, steps: 0, stores: 0 }
+        let (body, process) = (Some(thread.body), thread.process);
+        Coroutine { context, _stack: stack, body, process, state, steps: 0, stores: 0 }
     }
 }
 

@@ -427,6 +427,82 @@ fn fsync_flushes_what_was_stored_through_a_mapping() {
     fs.abandon();
 }
 
+/// Whatever another member does between two accesses of an fsync, its own fsync writes back what it has stored through a mapping.
+#[test]
+fn fsync_beside_another_one_and_beside_a_new_mapping_flushes_what_was_stored() {
+    let world = World::new(4, true);
+    let (fs, other) = (world.open(0).expect("open"), world.open(1).expect("open"));
+    let f = create(&fs, ROOT, "f", REG);
+    write(&fs, f, 1, 5000, 0);
+    let at = world.address(fs.map(f, 0, 2).expect("map").block);
+    let is_flushed = |since| {
+        let orders = recorder::orders_since(since);
+        orders.iter().any(
+            |(_, order)| matches!(order, Order::Flush { at: from, len } if *from <= at && at < from + len),
+        )
+    };
+    let unmap = || {
+        other.unmap_ref(f).expect("unmap");
+        recorder::count()
+    };
+    for beside_fsync in [true, false] {
+        for access in 0.. {
+            other.map_ref(f).expect("map");
+            let stored = unmap();
+            // What the other one's fsync has left, if it came between.
+            let mut left = None;
+            let meanwhile = || {
+                let done = if beside_fsync { other.sync(f) } else { other.map_ref(f) };
+                left = Some(done.is_err() || (beside_fsync && !is_flushed(stored)));
+            };
+            recorder::interrupt_at(recorder::accesses() + access, meanwhile, || fs.sync(f).expect("sync"));
+            assert!(is_flushed(stored), "not after an fsync");
+            let Some(left) = left else { break };
+            assert!(!left, "not after the fsync before access {access} of another one");
+            if !beside_fsync {
+                let stored = unmap();
+                other.sync(f).expect("sync");
+                assert!(is_flushed(stored), "not what was mapped before access {access} of an fsync");
+            }
+        }
+    }
+    [fs, other].into_iter().for_each(Filesystem::abandon);
+}
+
+/// A member takes the reserve of a full area and leaves before any block is free: the next removal of any other member fills it again.
+#[test]
+fn the_reserve_of_a_full_area_is_filled_again_by_any_member() {
+    const LARGE: u64 = 512 * BLOCK;
+    let punch = |fs: &Filesystem, file, at, len| {
+        fs.fallocate(file, sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE, at, len)
+    };
+    let fill = |fs: &Filesystem, name: &str| {
+        let file = create(fs, ROOT, name, REG);
+        let mut at = 0;
+        while let Ok(n) = fs.pwrite(file, &[1; 4096], at, false) {
+            at += n as u64;
+        }
+        (file, at)
+    };
+    let world = World::new(12, false);
+    let [first, other, mapper] = [0, 1, 3].map(|m| world.open(m).expect("open"));
+    let large = create(&first, ROOT, "large", REG);
+    write(&first, large, 1, 3 * LARGE, 0);
+    assert_eq!(first.map(large, 0, 3 * 512).expect("map").block % 512, 0);
+    let (full, end) = fill(&first, "full");
+    world.map_file(3, large.ino);
+    punch(&first, large, LARGE / 2, LARGE).expect("two large runs are split, for which there are two blocks");
+    drop(first);
+    assert_eq!(other.statfs().blocks_free, 0, "what was removed is the mapper's still");
+    while World::take_pending(3) != 0 {
+        mapper.let_go();
+    }
+    other.truncate(full, end - BLOCK, false).expect("truncate");
+    fill(&other, "more");
+    punch(&other, large, 5 * LARGE / 2, BLOCK).expect("a block is reserved for the large run that is split");
+    [other, mapper].into_iter().for_each(Filesystem::abandon);
+}
+
 macro_rules! claims {
     ($($claim:ident: $scenario:ident $persistent:literal;)*) => { $(
         #[test]

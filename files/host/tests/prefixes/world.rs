@@ -64,6 +64,14 @@ impl World {
         World::set(member, World::epoch(member) + 1, sys::TMB_MEMBER_DEAD);
     }
 
+    /// Returns what a member's doorbell asks for, and clears it.
+    pub fn take_pending(member: u32) -> u64 {
+        let at = TABLE + member as usize * MEMBER + core::mem::offset_of!(sys::tmb_member, pending);
+        let asked = recorder::get(at);
+        recorder::set(at, 0);
+        asked
+    }
+
     pub fn map_file(&self, member: u32, ino: u64) {
         let at = self.super_word(88) as usize * 4096 + ino as usize * size_of::<sys::tfs_inode>();
         let at = AREA + at + core::mem::offset_of!(sys::tfs_inode, mappers);
