@@ -436,3 +436,23 @@ fn commands_without_standard_streams_do_their_work() {
     closed("down");
     lab.assert_nothing_left();
 }
+
+#[test]
+fn commands_whose_words_find_no_room_do_their_work() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    let unheard = |arguments: &[&str]| {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let (reader, closed) = std::io::pipe().unwrap();
+        drop(reader);
+        [Stdio::from(full), Stdio::from(closed)].into_iter().for_each(|unheard| {
+            let status = lab.command(arguments).stdout(Stdio::null()).stderr(unheard).status().unwrap();
+            assert!(status.success(), "{arguments:?}: {status}");
+        });
+    };
+    unheard(&["up"]);
+    assert_eq!(lab.ps()["vms"][0]["state"], "up");
+    unheard(&["restart", "a"]);
+    assert_eq!(lab.ps()["vms"][0]["state"], "up");
+    unheard(&["down"]);
+    lab.assert_nothing_left();
+}

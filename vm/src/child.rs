@@ -16,6 +16,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
+use crate::thread;
+
 pub mod main_thread;
 
 /// Makes `command`'s process die with the thread that starts it and inherit `fds` at the numbers they have here.
@@ -101,7 +103,8 @@ impl Guarded {
         // The parent's copies of the child's sockets must be closed after the start, or the parent never sees their end.
         let spawned = main_thread::run(move || command.spawn());
         let spawned = spawned.ok_or_else(|| anyhow::anyhow!("{program} is not started: the project ends"))?;
-        let mut child = spawned.map_err(|e| anyhow::anyhow!("{program} can't be started: {e}"))?;
+        let mut child =
+            spawned.map_err(|e| anyhow::anyhow!("{program} can't be started: {}", thread::no_process(&e)))?;
         let pid = Pid::from_child(&child);
         Ok(Guarded { pid, stdout: child.stdout.take(), stderr: child.stderr.take(), ended: None })
     }

@@ -14,7 +14,7 @@
 //! - [`guest`]: the guest's kernel and image, its agent, commands in it, its mounts.
 //! - [`commands`]: what a user types.
 //! - [`child`]: processes that never outlive this one; [`host`]: what the host has; [`log`]: logs that never fail; [`moment`]: instants
-//!   that another program understands.
+//!   that another program understands; [`thread`]: threads where none may be had.
 
 // In the supervisor a print that fails would be a panic: see `log`.
 #![deny(clippy::print_stderr, clippy::print_stdout)]
@@ -29,6 +29,7 @@ pub mod machine;
 pub mod moment;
 pub mod project;
 pub mod qemu;
+pub mod thread;
 
 /// The version of this program.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

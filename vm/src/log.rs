@@ -122,8 +122,13 @@ pub fn say(text: Arguments<'_>) {
     match &mut *OWN.lock().unwrap_or_else(PoisonError::into_inner) {
         Some(log) => log.write(line.as_bytes()),
         // The reader may have gone.
-        None => drop(io::stderr().write_all(line.as_bytes())),
+        None => show(&line),
     }
+}
+
+/// Writes to the standard error what its reader may have left: no command depends on being watched.
+pub fn show(text: &str) {
+    drop(io::stderr().write_all(text.as_bytes()));
 }
 
 /// Set by `-v`.

@@ -3,11 +3,13 @@
 //! message of an error, and the end when the reader of the output has gone.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Parser;
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 /// The variable by which a shell's completion script asks a program for candidates.
 pub const COMPLETE: &str = "COMPLETE";
@@ -22,18 +24,37 @@ pub fn run<Arguments: Parser>(act: impl FnOnce(Arguments) -> anyhow::Result<Exit
     end(act(Arguments::parse()), |error| eprintln!("tombolo: {error:#}"))
 }
 
-/// Returns the exit code of a program; `complain` prints an error. A closed pipe is no failure: its reader has what it wanted ('| head').
+/// Returns the exit code of a program; `complain` prints an error. An output whose reader has gone is no failure: that has what it wanted
+/// ('| head'). The same error of another connection is one: the process at its other end has died.
 pub fn end(result: anyhow::Result<ExitCode>, complain: impl FnOnce(&anyhow::Error)) -> ExitCode {
+    end_with(&io::stdout(), result, complain)
+}
+
+fn end_with(
+    output: &impl AsFd,
+    result: anyhow::Result<ExitCode>,
+    complain: impl FnOnce(&anyhow::Error),
+) -> ExitCode {
     match result {
         Ok(code) => code,
-        Err(e) if e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) => {
-            ExitCode::SUCCESS
-        }
+        Err(e) if is_broken_pipe(&e) && reader_has_gone(output) => ExitCode::SUCCESS,
         Err(e) => {
             complain(&e);
             ExitCode::FAILURE
         }
     }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+}
+
+/// Returns whether no process reads any more what is written to this pipe, socket or terminal.
+fn reader_has_gone(output: &impl AsFd) -> bool {
+    let mut watched = [PollFd::new(output, PollFlags::OUT)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let polled = rustix::event::poll(&mut watched, Some(&now));
+    polled.is_ok() && watched[0].revents().intersects(PollFlags::ERR | PollFlags::HUP)
 }
 
 /// `println!` panics if the reader of the standard output has gone. This makes such a panic end the program as a broken pipe does.
@@ -65,14 +86,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_closed_pipe_is_no_failure_and_another_error_is_one() {
-        let closed = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe));
+    fn an_output_whose_reader_has_gone_is_no_failure_and_another_error_is_one() {
+        let closed = || Err(anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)));
         let said = std::cell::Cell::new(0);
         let complain = |_: &anyhow::Error| said.set(said.get() + 1);
-        assert_eq!(end(Err(closed), complain), ExitCode::SUCCESS);
-        assert_eq!(said.get(), 0);
-        assert_eq!(end(Err(anyhow::anyhow!("no room")), complain), ExitCode::FAILURE);
-        assert_eq!(said.get(), 1);
+        let (reader, pipe) = io::pipe().unwrap();
+        let (socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        // It was another connection's.
+        assert_eq!(end_with(&pipe, closed(), complain), ExitCode::FAILURE);
+        assert_eq!(end_with(&socket, closed(), complain), ExitCode::FAILURE);
+        assert_eq!(
+            end_with(&std::fs::File::open("/dev/null").unwrap(), closed(), complain),
+            ExitCode::FAILURE
+        );
+        assert_eq!(said.get(), 3);
+        drop((reader, other));
+        assert_eq!(end_with(&pipe, closed(), complain), ExitCode::SUCCESS);
+        assert_eq!(end_with(&socket, closed(), complain), ExitCode::SUCCESS);
+        assert_eq!(said.get(), 3);
+        assert_eq!(end_with(&pipe, Err(anyhow::anyhow!("no room")), complain), ExitCode::FAILURE);
+        assert_eq!(said.get(), 4);
     }
 
     #[test]

@@ -25,6 +25,7 @@ use crate::project::peer::{self, Peer};
 use crate::project::session::{self, Signals};
 use crate::project::silent;
 use crate::project::state::{self, StateDir};
+use crate::thread;
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
 const TRIES: u32 = 50;
@@ -32,6 +33,8 @@ const TRIES: u32 = 50;
 const STATUS: Duration = Duration::from_secs(5);
 /// Bytes of input sent at once.
 const CHUNK: usize = 256 << 10;
+/// The exit code after a signal, as of other commands.
+const INTERRUPTED: i32 = 130;
 /// Ends an interactive console: Ctrl-].
 const ESCAPE: u8 = 0x1d;
 
@@ -46,8 +49,12 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
             return Ok(peer);
         }
         if let Some(mut peer) = spawn(project, &dir)? {
-            peer.send(request)?;
-            return Ok(peer);
+            let Err(e) = peer.send(request) else { return Ok(peer) };
+            // One that could not begin says why, and hears nothing any more.
+            match peer.receive::<Event>() {
+                Ok(Some(Event::Failed { message })) => anyhow::bail!("{message}"),
+                _ => anyhow::bail!("the supervisor ended before it heard the request: {e}"),
+            }
         }
         // Two that begin at the same moment give way to each other; the next time they don't meet.
         std::thread::sleep(Duration::from_millis(50 + u64::from(std::process::id() % 97)));
@@ -78,7 +85,7 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
             Ok(())
         });
     }
-    drop(command.spawn().context("the supervisor can't be started")?);
+    drop(command.spawn().map_err(|e| thread::no_process(&e)).context("the supervisor can't be started")?);
     drop(theirs);
     let mut peer = Peer::new(ours);
     let begun = peer.receive::<Event>().context("the supervisor ended before it said anything")?;
@@ -193,7 +200,7 @@ impl Progress {
         let detail = crate::log::plain(detail);
         let message = if detail.is_empty() { text.to_owned() } else { format!("{text} ({detail})") };
         let Some((all, bars)) = &mut self.bars else {
-            eprintln!("{vm}: {message}");
+            crate::log::show(&format!("{vm}: {message}\n"));
             return;
         };
         let bar = bars.entry(vm.to_owned()).or_insert_with(|| {
@@ -248,7 +255,7 @@ pub fn follow(peer: &mut Peer, progress: &mut Progress, on: OnInterrupt) -> anyh
     let signals = session::signals()?;
     let socket = peer.socket();
     let (cancels, leaves) = (interrupted.clone(), left.clone());
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
+    thread::start("signals", move || {
         if on == OnInterrupt::Cancel && signals.wait() {
             cancels.store(true, Ordering::Release);
             // The supervisor takes the end of what is said to it as the word to stop; its answer still comes.
@@ -295,7 +302,7 @@ pub fn attach(project: &Project, signals: Signals) -> anyhow::Result<()> {
     let (_, socket) = peer.into_raw();
     let over = Arc::new(AtomicBool::new(false));
     let seen = over.clone();
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
+    thread::start("signals", move || {
         if signals.wait() {
             seen.store(true, Ordering::Release);
         }
@@ -315,7 +322,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
     if matches!(request, Request::Exec { input: true, .. }) {
         let socket = peer.socket();
         // Ends with the process: a read of a terminal can't be called off.
-        std::thread::Builder::new().name("input".into()).spawn(move || {
+        thread::start("input", move || {
             let mut buffer = vec![0; CHUNK];
             loop {
                 let message = match std::io::stdin().read(&mut buffer) {
@@ -360,14 +367,15 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
     }
     let (ahead, socket) = peer.into_raw();
     let raw = RawTerminal::enter()?;
-    if raw.is_some() {
-        eprint!("console of '{vm}'; Ctrl-] leaves it\r\n");
+    if let Some(raw) = &raw {
+        restore_at_signal(raw)?;
+        crate::log::show(&format!("console of '{vm}'; Ctrl-] leaves it\r\n"));
     }
     write(&mut std::io::stdout().lock(), &ahead)?;
     let (sender, ended) = mpsc::channel();
     let mut reader = socket.try_clone()?;
     let output_ended = sender.clone();
-    std::thread::Builder::new().name("console-output".into()).spawn(move || {
+    thread::start("console-output", move || {
         let mut buffer = vec![0; 64 << 10];
         while let Ok(n) = reader.read(&mut buffer) {
             if n == 0 || write(&mut std::io::stdout().lock(), &buffer[..n]).is_err() {
@@ -377,7 +385,7 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
         let _ = output_ended.send("the VM has ended");
     })?;
     let interactive = raw.is_some();
-    std::thread::Builder::new().name("console-input".into()).spawn(move || {
+    thread::start("console-input", move || {
         let mut buffer = [0; 4096];
         while let Ok(n) = std::io::stdin().read(&mut buffer) {
             let typed = &buffer[..n];
@@ -395,8 +403,22 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
     let why = ended.recv().unwrap_or("left");
     drop(raw);
     if interactive {
-        eprintln!("\n{why}");
+        crate::log::show(&format!("\n{why}\n"));
     }
+    Ok(())
+}
+
+/// A signal ends this process, and with its connection what it does; first the terminal is what it was.
+pub(super) fn restore_at_signal(raw: &RawTerminal) -> anyhow::Result<()> {
+    let signals = session::signals()?;
+    let before = raw.before();
+    thread::start("signals", move || {
+        if signals.wait() {
+            // It fails where the terminal is gone.
+            let _gone = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Now, &before);
+            std::process::exit(INTERRUPTED);
+        }
+    })?;
     Ok(())
 }
 

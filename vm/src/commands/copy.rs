@@ -245,7 +245,7 @@ fn give_up(socket: &UnixStream, why: &Mutex<Option<anyhow::Error>>, error: anyho
 
 fn give_up_at_signal(socket: Arc<UnixStream>, why: Arc<Mutex<Option<anyhow::Error>>>) -> anyhow::Result<()> {
     let signals = session::signals()?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
+    crate::thread::start("signals", move || {
         if signals.wait() {
             give_up(&socket, &why, anyhow::anyhow!("interrupted; nothing has been copied"));
         }
@@ -258,7 +258,7 @@ fn feed(
     mut input: Box<dyn Read + Send>,
     why: Arc<Mutex<Option<anyhow::Error>>>,
 ) -> anyhow::Result<()> {
-    std::thread::Builder::new().name("input".into()).spawn(move || {
+    crate::thread::start("input", move || {
         let mut buffer = vec![0; CHUNK];
         loop {
             let message = match input.read(&mut buffer) {

@@ -5,7 +5,6 @@
 pub mod clean;
 #[allow(clippy::print_stderr, clippy::print_stdout, reason = "commands talk to the terminal")]
 pub mod cli;
-#[allow(clippy::print_stderr, reason = "commands talk to the terminal")]
 pub mod client;
 pub mod config;
 pub mod copy;

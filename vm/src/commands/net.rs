@@ -52,19 +52,17 @@ pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
 
 /// Asks the switches, all at once, which ports and uplinks are up. What one doesn't tell within [`ANSWER`] stays unknown.
 fn note_up(networks: &mut [NetStatus]) {
-    std::thread::scope(|scope| {
-        for net in networks.iter_mut().filter(|net| net.trouble.is_none()) {
-            scope.spawn(|| {
-                let request = wire::Request::<(), ()>::Ports;
-                let who = ("switch", "it may be starting");
-                let asked =
-                    socket::ask::<wire::Answer<wire::Ports>>(&net.control, &request, Some(ANSWER), who);
-                if let Ok((answer, _)) = asked {
-                    note(net, &answer);
-                }
-            });
+    let jobs = networks.iter_mut().filter(|net| net.trouble.is_none()).map(|net| {
+        move || {
+            let request = wire::Request::<(), ()>::Ports;
+            let who = ("switch", "it may be starting");
+            let asked = socket::ask::<wire::Answer<wire::Ports>>(&net.control, &request, Some(ANSWER), who);
+            if let Ok((answer, _)) = asked {
+                note(net, &answer);
+            }
         }
     });
+    crate::thread::all("ask", jobs);
 }
 
 fn note(net: &mut NetStatus, answer: &wire::Ports) {

@@ -229,7 +229,7 @@ fn guest(project: &Project, vm: &str, arguments: &[String]) -> anyhow::Result<Re
 
 /// Sends the collector while its output is read: the guest may take it slowly. The input stays open, since the collector stops when it ends.
 fn send_program(socket: Arc<std::os::unix::net::UnixStream>) -> anyhow::Result<()> {
-    std::thread::Builder::new().name("collector".into()).spawn(move || {
+    crate::thread::start("collector", move || {
         for piece in COLLECTOR.chunks(CHUNK) {
             // A supervisor that hangs up has said why on the other half of the connection.
             if peer::send(&socket, &Feed::Input(BASE64.encode(piece))).is_err() {

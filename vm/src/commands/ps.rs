@@ -66,12 +66,8 @@ fn all_running(
     let (mut projects, mut silent) = (Vec::new(), Vec::new());
     let supervisors = state::supervisors()?;
     // Those that don't answer are waited for at the same time.
-    let answers: Vec<_> = std::thread::scope(|scope| {
-        let asked: Vec<_> = supervisors.iter().map(|found| scope.spawn(|| ask(found))).collect();
-        asked.into_iter().map(|answer| answer.join()).collect()
-    });
-    for answer in answers {
-        match answer.unwrap_or_else(|_| Err(anyhow::anyhow!("a thread that asks a supervisor failed"))) {
+    for answer in crate::thread::all("ask", supervisors.iter().map(|found| || ask(found))) {
+        match answer.unwrap_or_else(|| Err(anyhow::anyhow!("a thread that asks a supervisor failed"))) {
             Ok(project) => projects.extend(project),
             Err(e) => silent.push(e),
         }

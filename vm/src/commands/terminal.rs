@@ -9,19 +9,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::Context;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use rustix::termios::OptionalActions;
 
-use super::client::{RawTerminal, living, write};
+use super::client::{RawTerminal, living, restore_at_signal, write};
 use crate::compose::Project;
 use crate::guest::terminal::{Size, Terminal};
 use crate::project::control::{Event, Feed, Request};
 use crate::project::peer;
-use crate::project::session;
 
 /// Bytes of keys that are sent at once.
 const KEYS: usize = 16 << 10;
-/// The exit code after a signal, as of other commands.
-const INTERRUPTED: i32 = 130;
 
 /// The terminal at the standard input, or a usual one if that is no terminal.
 #[must_use]
@@ -72,25 +68,11 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
     }
 }
 
-/// A signal ends this process, and with its connection the command in the guest; first the terminal is what it was.
-fn restore_at_signal(raw: &RawTerminal) -> anyhow::Result<()> {
-    let signals = session::signals()?;
-    let before = raw.before();
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if signals.wait() {
-            // It fails where the terminal is gone.
-            let _gone = rustix::termios::tcsetattr(std::io::stdin(), OptionalActions::Now, &before);
-            std::process::exit(INTERRUPTED);
-        }
-    })?;
-    Ok(())
-}
-
 /// Tells the guest of each change of the terminal's size.
 fn follow_size(line: Arc<Line>) -> anyhow::Result<()> {
     let (mut changed, writer) = UnixStream::pair()?;
     signal_hook::low_level::pipe::register(signal_hook::consts::SIGWINCH, writer)?;
-    std::thread::Builder::new().name("size".into()).spawn(move || {
+    crate::thread::start("size", move || {
         let mut byte = [0];
         while changed.read_exact(&mut byte).is_ok() {
             let Some(size) = size() else { continue };
@@ -104,7 +86,7 @@ fn follow_size(line: Arc<Line>) -> anyhow::Result<()> {
 
 /// Sends what is typed. The thread ends with the process: a read of a terminal can't be called off.
 fn feed_keys(line: Arc<Line>) -> anyhow::Result<()> {
-    std::thread::Builder::new().name("keys".into()).spawn(move || {
+    crate::thread::start("keys", move || {
         let mut buffer = vec![0; KEYS];
         loop {
             let message = match std::io::stdin().read(&mut buffer) {

@@ -61,7 +61,7 @@ pub fn begin(machine: &Arc<Machine>, check: &HealthCheck) -> std::io::Result<()>
 pub fn go_on(machine: &Arc<Machine>, check: &HealthCheck, up: Duration) -> std::io::Result<()> {
     let (machine, check) = (machine.clone(), check.clone());
     let name = format!("health-{}", machine.name());
-    std::thread::Builder::new().name(name).spawn(move || watch(&machine, &check, up)).map(drop)
+    crate::thread::start(&name, move || watch(&machine, &check, up)).map(drop)
 }
 
 fn watch(machine: &Machine, check: &HealthCheck, up: Duration) {

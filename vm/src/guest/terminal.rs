@@ -20,6 +20,7 @@ use crate::guest::agent::Calls;
 use crate::machine::Machine;
 use crate::machine::port::Port;
 use crate::project::state::random_hex;
+use crate::thread;
 
 /// Time for one request to the agent.
 const REQUEST: Duration = Duration::from_secs(60);
@@ -149,11 +150,11 @@ impl Session<'_> {
     ) -> anyhow::Result<Ended> {
         let line = command_line(exec, terminal, self.dir);
         let arg = ["-c", JOIN, "tombolo", port.name(), &self.mark, &line, self.dir].map(str::to_owned);
-        let pid = exec::start(self.machine.agent(), "/bin/sh", arg.to_vec(), Vec::new(), None, true)?;
         std::thread::scope(|scope| {
             let socket = port.socket();
-            scope.spawn(move || self.read(socket, output));
-            let ended = self.follow(socket, pid, typed, cancelled);
+            thread::start_in(scope, "terminal", move || self.read(socket, output))?;
+            let pid = exec::start(self.machine.agent(), "/bin/sh", arg.to_vec(), Vec::new(), None, true);
+            let ended = pid.map_err(Into::into).and_then(|pid| self.follow(socket, pid, typed, cancelled));
             // The reader ends with it.
             let _gone_already = socket.shutdown(std::net::Shutdown::Both);
             ended

@@ -122,7 +122,7 @@ impl Bypass {
                 crate::say!("the VM '{name}': no further device is bypassed: {e}");
             }
         };
-        let thread = std::thread::Builder::new().name(format!("bypass-{}", machine.name)).spawn(serve)?;
+        let thread = crate::thread::start(&format!("bypass-{}", machine.name), serve)?;
         Ok(Bypass { thread: Some(thread), _session: session })
     }
 }

@@ -174,7 +174,7 @@ pub fn begin(
     let share = machine.spec().growth_share.unwrap_or(Share::ALL);
     let options = Options { driver_timeout, share, ..Options::for_host(&limits()?) };
     let machine = machine.clone();
-    std::thread::Builder::new().name(format!("grow-{}", machine.name())).spawn(move || {
+    crate::thread::start(&format!("grow-{}", machine.name()), move || {
         let mut first = true;
         let mut monitor = Through(&machine);
         let result = grow(&mut monitor, MEMORY, layout, &mut prepare, &options, &mut |progress| {

@@ -295,7 +295,7 @@ impl Machine {
             drop(held);
             ended(&machine, exit, inside);
         };
-        std::thread::Builder::new().name(format!("vm-{}", self.name)).spawn(watch).map(drop)
+        crate::thread::start(&format!("vm-{}", self.name), watch).map(drop)
     }
 
     /// Returns the handler of the monitor's events.

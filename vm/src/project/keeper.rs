@@ -178,9 +178,8 @@ impl Keeper {
         service: Arc<S>,
     ) -> std::io::Result<Keeper> {
         let shared = Arc::new(Shared { names, state: Mutex::new(state), changed: Condvar::new() });
-        let named = std::thread::Builder::new().name(shared.names.process.to_owned());
         let own = shared.clone();
-        let watcher = named.spawn(move || own.watch(&*service, process))?;
+        let watcher = crate::thread::start(shared.names.process, move || own.watch(&*service, process))?;
         Ok(Keeper { shared, watcher: Mutex::new(Some(watcher)) })
     }
 

@@ -247,7 +247,7 @@ impl Owner {
         };
         let (sender, answered) = mpsc::channel();
         let (own, accelerator) = (self.clone(), accelerator.to_owned());
-        let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
+        let asking = crate::thread::start("look", move || {
             let listing = ask(&own.vm, &accelerator, &machine);
             let mut present = own.lock();
             (present.asking, present.listing) = (None, listing);

@@ -117,9 +117,10 @@ pub fn exec(
     }
     // The reader ends with the connection, and with it the command: also where there is no input.
     let (sender, receiver) = mpsc::sync_channel(4);
+    let client = peer.socket();
     let gone = Arc::new(AtomicBool::new(false));
     let seen = gone.clone();
-    std::thread::Builder::new().name("exec-input".into()).spawn(move || {
+    crate::thread::start("exec-input", move || {
         while let Ok(Some(feed)) = peer.receive::<Feed>() {
             let message = match feed {
                 Feed::Input(text) => match BASE64.decode(text) {
@@ -142,14 +143,10 @@ pub fn exec(
             Stream::Err => Event::Err { data },
         });
     };
-    let ended = exec::run(
-        machine.agent(),
-        exec,
-        input.then_some(&receiver),
-        &|| gone.load(Ordering::Acquire),
-        &mut output,
-    );
-    if let (Err(e), true) = (&ended, gone.load(Ordering::Acquire)) {
+    // The reader waits while a command does not take its input, and sees no end then.
+    let cancelled = || gone.load(Ordering::Acquire) || has_gone(&client);
+    let ended = exec::run(machine.agent(), exec, input.then_some(&receiver), &cancelled, &mut output);
+    if let (Err(e), true) = (&ended, cancelled()) {
         // Its client can't be told any more.
         let command = exec.argv.join(" ");
         crate::say!("the VM '{}': '{command}' was interrupted and may still run: {e:#}", machine.name());
@@ -174,9 +171,10 @@ pub fn exec_on_terminal(
     report: &(dyn Fn(&Event) + Sync),
 ) -> anyhow::Result<()> {
     let (sender, typed) = mpsc::sync_channel(4);
+    let client = peer.socket();
     let gone = Arc::new(AtomicBool::new(false));
     let seen = gone.clone();
-    std::thread::Builder::new().name("exec-terminal".into()).spawn(move || {
+    crate::thread::start("exec-terminal", move || {
         while let Ok(Some(feed)) = peer.receive::<Feed>() {
             let message = match feed {
                 Feed::Input(text) => match BASE64.decode(text) {
@@ -199,7 +197,7 @@ pub fn exec_on_terminal(
             Stream::Err => Event::Err { data },
         });
     };
-    let cancelled = || gone.load(Ordering::Acquire);
+    let cancelled = || gone.load(Ordering::Acquire) || has_gone(&client);
     match terminal::run(machine, exec, terminal, &typed, &cancelled, &output)? {
         Ended::Code(code) => report(&Event::Exit { code }),
         Ended::Cancelled => {}

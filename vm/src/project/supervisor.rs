@@ -33,10 +33,11 @@ use crate::project::identity::Folder;
 use crate::project::journal;
 use crate::project::losses::Losses;
 use crate::project::network::Network;
-use crate::project::peer::Peer;
+use crate::project::peer::{self, Peer};
 use crate::project::session;
 use crate::project::state::StateDir;
 use crate::project::zones::HostZone;
+use crate::thread;
 use lasting::Lasting;
 use reception::Connection;
 use requests::Reporter;
@@ -205,8 +206,11 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
         }
     };
     peer.send(&Event::Note { text: "ready".into() })?;
-    let own = supervisor.clone();
-    std::thread::Builder::new().name("request".into()).spawn(move || own.begin(peer, inside))?;
+    let (own, client) = (supervisor.clone(), peer.socket());
+    if let Err(e) = thread::start("request", move || own.begin(peer, inside)) {
+        let message = format!("the project's supervisor can't begin: {e}");
+        return Ok(peer::send(&client, &Event::Failed { message })?);
+    }
     queue.serve();
     journal::close();
     Ok(())
@@ -255,9 +259,8 @@ impl Supervisor {
 
     /// Begins to hear commands and signals, and to look after zones.
     fn attend_to_all(self: &Arc<Self>) -> std::io::Result<()> {
-        let thread = |name: &str| std::thread::Builder::new().name(name.into());
         let own = self.clone();
-        thread("control").spawn(move || {
+        thread::start("control", move || {
             let admitting = own.clone();
             let serve = Arc::new(move |connection| admitting.admit(connection));
             reception::receive(
@@ -266,7 +269,7 @@ impl Supervisor {
             );
         })?;
         let own = self.clone();
-        thread("signals").spawn(move || {
+        thread::start("signals", move || {
             own.signals.wait_there();
             // It ends with the process: there is nothing left to hand over.
             let _inside = BACKGROUND.enter("the end of the project, by a signal");
@@ -278,7 +281,7 @@ impl Supervisor {
             }
         })?;
         let own = self.clone();
-        thread("tend").spawn(move || own.tend()).map(drop)
+        thread::start("tend", move || own.tend()).map(drop)
     }
 
     /// Looks after zones for as long as the process lives.

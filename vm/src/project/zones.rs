@@ -309,7 +309,7 @@ fn listen(name: &str, events: Receiver<Event>) -> std::io::Result<()> {
             crate::say!("doorbell: {event:?}");
         }
     };
-    std::thread::Builder::new().name(format!("zone-{name}")).spawn(listen).map(drop)
+    crate::thread::start(&format!("zone-{name}"), listen).map(drop)
 }
 
 /// Makes a zone, if possible on these nodes.

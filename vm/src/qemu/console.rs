@@ -15,6 +15,7 @@ use tombolo_zone::keep::{Keep, Kept};
 use crate::log::Log;
 use crate::moment;
 use crate::project::barrier::BACKGROUND;
+use crate::thread;
 
 /// Bytes of the end that are kept in memory.
 const TAIL: usize = 16 << 10;
@@ -80,8 +81,7 @@ impl Console {
             }),
             said: Condvar::new(),
         });
-        let own = console.clone();
-        std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
+        console.begin_pump(reader)?;
         Ok(console)
     }
 
@@ -101,9 +101,17 @@ impl Console {
         inner.tail.clear();
         (inner.matches, inner.pattern, inner.first_output, inner.ended) = (false, pattern, None, false);
         drop(inner);
+        Ok(self.begin_pump(reader)?)
+    }
+
+    /// Reads on a thread of its own. Where none can be had the console has ended, and goes on with the VM's next QEMU.
+    fn begin_pump(self: &Arc<Self>, reader: UnixStream) -> std::io::Result<()> {
         let own = self.clone();
-        std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader))?;
-        Ok(())
+        let pump = thread::start("console", move || own.pump(reader));
+        pump.map(drop).inspect_err(|_| {
+            let mut inner = self.lock();
+            (inner.input, inner.ended) = (None, true);
+        })
     }
 
     /// Notes what the next program needs. Those who watch are handed over by themselves.
@@ -148,14 +156,7 @@ impl Console {
             let mut inner = self.lock();
             (inner.input, inner.ended) = (Some(Arc::new(socket)), false);
         }
-        let own = self.clone();
-        let pump = std::thread::Builder::new().name("console".into()).spawn(move || own.pump(reader));
-        if let Err(e) = pump {
-            let mut inner = self.lock();
-            (inner.input, inner.ended) = (None, true);
-            return Err(e.into());
-        }
-        Ok(())
+        Ok(self.begin_pump(reader)?)
     }
 
     /// Sends those away who watch: the VM is over.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Hypervisor, Qemu, tiny};
 use crate::child;
+use crate::thread;
 
 /// The answer, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -172,8 +173,8 @@ fn run(
     let (lines, said) = mpsc::channel();
     let failures = lines.clone();
     let readers = [
-        std::thread::spawn(move || forward(out, &lines)),
-        std::thread::spawn(move || forward(err, &failures)),
+        thread::start("probe", move || forward(out, &lines))?,
+        thread::start("probe", move || forward(err, &failures))?,
     ];
     let mut last = String::new();
     let verdict = loop {

@@ -82,7 +82,7 @@ impl<'a> Incoming<'a> {
         let dir = name.tempdir_in(self.folder)?;
         let (reader, writer) = UnixStream::pair()?;
         let into = dir.path().to_owned();
-        let unpacked = std::thread::Builder::new().name("tar".into()).spawn(move || {
+        let unpacked = crate::thread::start("tar", move || {
             let mut tar = tar::Archive::new(reader);
             tar.set_preserve_permissions(true);
             tar.set_mask(SET_ID);

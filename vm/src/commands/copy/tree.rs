@@ -6,7 +6,7 @@
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +19,7 @@ pub(super) fn tar_of(folder: PathBuf) -> anyhow::Result<Box<dyn Read + Send>> {
     let (reader, writer) = UnixStream::pair()?;
     let failed = Arc::new(Mutex::new(None));
     let outcome = failed.clone();
-    std::thread::Builder::new().name("tar".into()).spawn(move || {
+    crate::thread::start("tar", move || {
         let mut tar = tar::Builder::new(writer);
         tar.follow_symlinks(false);
         let made = pack(&mut tar, &folder);
@@ -69,7 +69,7 @@ fn pack<W: Write>(tar: &mut tar::Builder<W>, folder: &Path) -> io::Result<()> {
         } else if kind.is_socket() {
             crate::say!("{} is a socket and is left out", source.display());
         } else {
-            tar.append_path_with_name(&source, &name).map_err(named)?;
+            append_special(tar, &name, &source).map_err(named)?;
         }
     }
     tar.finish()
@@ -83,6 +83,22 @@ fn append_file<W: Write>(tar: &mut tar::Builder<W>, name: &Path, source: &Path) 
     let mut header = tar::Header::new_gnu();
     header.set_metadata(&meta);
     tar.append_data(&mut header, name, Content::of(file, &meta))
+}
+
+/// Appends a link, a FIFO or a device.
+fn append_special<W: Write>(tar: &mut tar::Builder<W>, name: &Path, source: &Path) -> io::Result<()> {
+    let meta = fs::symlink_metadata(source)?;
+    let mut header = tar::Header::new_gnu();
+    header.set_metadata(&meta);
+    header.set_size(0);
+    if meta.is_symlink() {
+        return tar.append_link(&mut header, name, fs::read_link(source)?);
+    }
+    if !meta.file_type().is_fifo() {
+        header.set_device_major(rustix::fs::major(meta.rdev()))?;
+        header.set_device_minor(rustix::fs::minor(meta.rdev()))?;
+    }
+    tar.append_data(&mut header, name, io::empty())
 }
 
 /// A file's bytes, as many as it had when it was opened.
@@ -150,6 +166,16 @@ mod tests {
         sparse.set_len(8 << 20).unwrap();
         fs::write(dir.path().join("z"), "last").unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+        fs::create_dir(dir.path().join("special")).unwrap();
+        std::os::unix::fs::symlink("l".repeat(200), dir.path().join("special/link")).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            dir.path().join("special/fifo"),
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR,
+            0,
+        )
+        .unwrap();
         let long = "l".repeat(200);
         fs::write(dir.path().join(&long), "long").unwrap();
         for tar in [&["tar"][..], &["busybox", "tar"]] {
@@ -158,6 +184,9 @@ mod tests {
             assert_eq!(fs::read_to_string(to.path().join("z")).unwrap(), "last");
             assert_eq!(fs::read_to_string(to.path().join(&long)).unwrap(), "long");
             assert!(!to.path().join("socket").exists());
+            assert_eq!(fs::read_link(to.path().join("special/link")).unwrap(), Path::new(&"l".repeat(200)));
+            let fifo = fs::symlink_metadata(to.path().join("special/fifo")).unwrap();
+            assert!(fifo.file_type().is_fifo() && fifo.mode() & 0o777 == 0o400);
             // The kernel says 0 bytes of files that have some.
             unpacked(Path::new("/proc/sys/fs/inotify"), tar);
         }

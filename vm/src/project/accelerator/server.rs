@@ -62,7 +62,7 @@ const LOOK: Duration = Duration::from_millis(300);
 pub(super) fn look(link: Arc<Mutex<Peer>>, process: u32) -> Result<Listing, &'static str> {
     const SILENT: &str = "does not answer";
     let (sender, answer) = mpsc::channel();
-    let asking = std::thread::Builder::new().name("look".into()).spawn(move || {
+    let asking = crate::thread::start("look", move || {
         // Another program can't go on with a server that owes an answer.
         let _inside = BACKGROUND.enter("a question to the server of an accelerator");
         // A late answer has no receiver.

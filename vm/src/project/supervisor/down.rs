@@ -16,6 +16,7 @@ use super::{Beside, Reporter, Supervisor};
 use crate::machine::{Machine, Phase, disks, stop};
 use crate::project::control::{Event, Stage};
 use crate::project::keeper;
+use crate::thread;
 
 /// For a command that is in the way to end by itself.
 const COURTESY: Duration = Duration::from_secs(2);
@@ -168,32 +169,29 @@ impl Supervisor {
         let waves = order::waves(&depends);
         let time = until.saturating_duration_since(Instant::now());
         let turnstile = Turnstile::new(waves.iter().map(BTreeSet::len).collect(), time);
-        let stopped: Vec<anyhow::Result<()>> = std::thread::scope(|scope| {
-            let stop = |machine: &Arc<Machine>| {
-                let (machine, turnstile) = (machine.clone(), &turnstile);
-                let wave = waves.iter().position(|wave| wave.contains(machine.name())).unwrap_or_default();
-                scope.spawn(move || {
-                    turnstile.wait(wave);
-                    let report = |stage: Stage, detail: &str| {
-                        if let Some(reporter) = reporter {
-                            reporter.stage(machine.name(), stage, detail);
-                        }
-                    };
-                    let stopped = machine.stop(&self.mounted(&machine), until, &report);
-                    if stopped.is_ok() {
-                        report(Stage::Stopped, "");
-                    }
-                    turnstile.leave(wave);
-                    stopped
-                })
+        let stop = |machine: &Arc<Machine>, wave: usize| {
+            turnstile.wait(wave);
+            let report = |stage: Stage, detail: &str| {
+                if let Some(reporter) = reporter {
+                    reporter.stage(machine.name(), stage, detail);
+                }
             };
-            let threads: Vec<_> = chosen.iter().map(stop).collect();
-            let failed = || Err(anyhow::anyhow!("a thread that stops a VM failed"));
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| failed())).collect()
-        });
+            let stopped = machine.stop(&self.mounted(machine), until, &report);
+            if stopped.is_ok() {
+                report(Stage::Stopped, "");
+            }
+            turnstile.leave(wave);
+            stopped
+        };
+        let wave_of = |machine: &Arc<Machine>| waves.iter().position(|wave| wave.contains(machine.name()));
+        let mut chosen: Vec<(usize, Arc<Machine>)> =
+            chosen.into_iter().map(|machine| (wave_of(&machine).unwrap_or_default(), machine)).collect();
+        // Those that have no thread are stopped in this order.
+        chosen.sort_by_key(|(wave, _)| *wave);
+        let stopped = thread::all("stop", chosen.iter().map(|(wave, machine)| || stop(machine, *wave)));
         let mut errors = Vec::new();
-        for (machine, stopped) in chosen.iter().zip(stopped) {
-            match stopped {
+        for ((_, machine), stopped) in chosen.iter().zip(stopped) {
+            match stopped.unwrap_or_else(|| Err(anyhow::anyhow!("a thread that stops a VM failed"))) {
                 Ok(()) => {
                     let is_removed = self.lock().remove(machine);
                     // Where there is a next machine, it has the zones and the disks.
@@ -218,16 +216,15 @@ impl Supervisor {
     }
 }
 
+/// The end of a switch or a server.
+type Job = Box<dyn FnOnce() + Send>;
+
 impl Beside {
     /// Ends switches and servers, all at the same time.
     pub(super) fn end(self) {
-        std::thread::scope(|scope| {
-            for network in self.networks.into_values() {
-                scope.spawn(move || drop(network));
-            }
-            for accelerator in self.accelerators.into_values() {
-                scope.spawn(move || drop(accelerator));
-            }
-        });
+        let networks = self.networks.into_values().map(|network| Box::new(move || drop(network)) as Job);
+        let accelerators = self.accelerators.into_values();
+        let accelerators = accelerators.map(|accelerator| Box::new(move || drop(accelerator)) as Job);
+        thread::all("end", networks.chain(accelerators));
     }
 }

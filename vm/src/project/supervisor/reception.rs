@@ -94,7 +94,7 @@ pub fn receive(listener: &UnixListener, serve: &Arc<dyn Fn(Connection) + Send + 
         }
         let (serve, freed) = (serve.clone(), reserve.clone());
         // A thread that can't be had closes this connection, which its client is told; the next may have more luck.
-        let thread = std::thread::Builder::new().name("request".into()).spawn(move || {
+        let thread = crate::thread::start("request", move || {
             serve(connection);
             freed.refill();
         });

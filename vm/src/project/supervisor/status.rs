@@ -7,16 +7,15 @@ use crate::compose::{Backing, ZoneSpec};
 use crate::project::control::{NetStatus, PortStatus, Status, ZoneStatus};
 use crate::project::network::Network;
 use crate::project::zones::HostZone;
+use crate::thread;
 
 impl Supervisor {
     /// The state of the project. Waits for no process that does not answer.
     pub(super) fn status(&self) -> Status {
         let accelerators: Vec<_> = self.lock().accelerators.values().cloned().collect();
         // Each has a moment to answer. They are asked at once, so all together have no more.
-        let accelerators = std::thread::scope(|scope| {
-            let asked: Vec<_> = accelerators.iter().map(|a| scope.spawn(|| a.status())).collect();
-            asked.into_iter().filter_map(|answer| answer.join().ok()).collect()
-        });
+        let asked = thread::all("status", accelerators.iter().map(|accelerator| || accelerator.status()));
+        let accelerators = asked.into_iter().flatten().collect();
         let inner = self.lock();
         Status {
             services: inner.services(),

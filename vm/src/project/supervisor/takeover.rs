@@ -80,7 +80,7 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     supervisor.attend_to_all()?;
     let own = supervisor.clone();
     // It may end what takes the main thread to end.
-    std::thread::Builder::new().name("request".into()).spawn(move || own.report_upgrade(answer))?;
+    crate::thread::start("request", move || own.report_upgrade(answer))?;
     queue.serve();
     journal::close();
     Ok(())
@@ -154,7 +154,7 @@ impl Supervisor {
                     crate::say!("process {} is no part's any more and is killed", other.pid());
                     // One that does not die is waited for by nobody else.
                     let ended = move || other.kill();
-                    let _not_had = std::thread::Builder::new().name("end".into()).spawn(ended);
+                    let _not_had = crate::thread::start("end", ended);
                 }
             }
             // Not each kernel tells of children (CONFIG_PROC_CHILDREN).
@@ -189,7 +189,7 @@ impl Supervisor {
     fn follow_up_on(self: &Arc<Self>, machine: Arc<Machine>, losses: &mut Losses) {
         let (own, name) = (self.clone(), machine.name().to_owned());
         let ended = move || own.follow_up(&machine, machine.sequel());
-        if let Err(e) = std::thread::Builder::new().name("follow-up".into()).spawn(ended) {
+        if let Err(e) = crate::thread::start("follow-up", ended) {
             losses.note_for(&name, format!("does not start again by itself ({e}); to start it: tombolo up"));
         }
     }
@@ -262,7 +262,7 @@ impl Supervisor {
                 })
             }
         };
-        std::thread::Builder::new().name("request".into()).spawn(serve)?;
+        crate::thread::start("request", serve)?;
         Ok(())
     }
 }

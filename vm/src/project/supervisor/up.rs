@@ -27,6 +27,7 @@ use crate::project::preflight::{self, Ready};
 use crate::project::session;
 use crate::project::zones::HostZone;
 use crate::qemu::Hypervisor;
+use crate::thread;
 
 /// The pause between two checks whether a VM is healthy.
 const HEALTH: Duration = Duration::from_millis(100);
@@ -271,15 +272,31 @@ impl<'a> Starts<'a> {
     fn run(&self, wanted: Vec<Wanted>, client: &UnixStream) -> Vec<String> {
         let finished = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let watch = || {
                 if session::wait_hangup(client, &finished) {
                     self.cancel();
                 }
-            });
-            let threads: Vec<_> = wanted.into_iter().map(|vm| scope.spawn(move || self.start(vm))).collect();
+            };
+            if let Err(e) = thread::start_in(scope, "hangup", watch) {
+                return vec![format!("no VM is started: {e}")];
+            }
+            let threads: Vec<_> = wanted
+                .into_iter()
+                .map(|vm| {
+                    let name = vm.name.clone();
+                    let begun = thread::start_in(scope, "start", move || self.start(vm));
+                    // Others may wait for this VM already.
+                    begun.inspect_err(|_| self.order.reach(&name, Reached::Failed)).map_err(|e| (name, e))
+                })
+                .collect();
             let failed = || Err(anyhow::anyhow!("a thread that starts a VM failed"));
-            let results: Vec<_> =
-                threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| failed())).collect();
+            let results: Vec<_> = threads
+                .into_iter()
+                .map(|thread| match thread {
+                    Ok(thread) => thread.join().unwrap_or_else(|_| failed()),
+                    Err((name, e)) => Err(anyhow::anyhow!("the VM '{name}' is not started: {e}")),
+                })
+                .collect();
             finished.store(true, Ordering::Release);
             results.into_iter().filter_map(Result::err).map(|e| format!("{e:#}")).collect()
         })
@@ -333,13 +350,10 @@ impl<'a> Starts<'a> {
                 disks::discard(&self.supervisor.dir, Some(name));
             }
         }
-        std::thread::scope(|scope| {
-            let threads: Vec<_> =
-                started.intersection(starting).map(|name| scope.spawn(|| self.stop(name))).collect();
-            let failed = || Err(anyhow::anyhow!("a thread that stops a VM failed"));
-            let stopped = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| failed()));
-            stopped.filter_map(|stopped| stopped.err().map(|e| format!("{e:#}"))).collect()
-        })
+        let stopped = thread::all("stop", started.intersection(starting).map(|name| || self.stop(name)));
+        let failed = || Err(anyhow::anyhow!("a thread that stops a VM failed"));
+        let stopped = stopped.into_iter().map(|stopped| stopped.unwrap_or_else(failed));
+        stopped.filter_map(|stopped| stopped.err().map(|e| format!("{e:#}"))).collect()
     }
 
     /// Stops a VM that was started, or whose reboot has begun since.
