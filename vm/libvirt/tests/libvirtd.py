@@ -5,7 +5,7 @@
 libvirtd runs as root in mount, network and PID namespaces of its own, with folders and a configuration of its own, and ends with them; its QEMUs run as
 Debian's user libvirt-qemu, which these namespaces have. Prints a line per claim and the counts. Needs root, libvirt-daemon, libvirt-daemon-driver-qemu, libvirt-clients and the guest kit.
 """
-import argparse, os, shutil, signal, socket, subprocess, sys, tempfile, time
+import argparse, json, os, shutil, signal, socket, subprocess, sys, tempfile, time
 
 TIMEOUT = 300
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -150,7 +150,6 @@ class World:
         self.shells[name].run("mkdir -p /mnt && echo '%s' >>/etc/fstab && mount /mnt" % self.fstab)
 
     def member(self, name):
-        import json
         members = json.loads(self.tombolo("zone", "inspect", self.zone, "--json"))["members"]
         return next((m for m in members if m["name"] == name), None)
 
@@ -233,7 +232,6 @@ class World:
     def all_is_given_back(self):
         run("virsh", "destroy", "b")
         self.tombolo("libvirt", "detach", "a", "--zone", self.second)
-        self.tombolo("zone", "rm", self.second)
         for name in ("a", "b"):
             self.tombolo("libvirt", "detach", name, "--zone", self.zone, "--network", self.control)
             xml = run("virsh", "dumpxml", name, "--inactive")
@@ -242,7 +240,10 @@ class World:
         sockets = lambda: [f for _, _, files in os.walk("/run/tombolo-zones") for f in files if f.endswith(".sock")]
         until("sockets are left: %s" % sockets(), lambda: not sockets())
         need(os.stat(self.zone).st_uid == 0, "the zone's file has another owner now")
-        self.tombolo("zone", "rm", self.zone)
+        for zone in (self.zone, self.second):
+            # The server of a zone ends after it has removed its last socket.
+            until("the server of %s lives" % zone, lambda: not json.loads(self.tombolo("zone", "inspect", zone, "--json"))["owned"])
+            self.tombolo("zone", "rm", zone)
 
     def a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy(self):
         xml = DOMAIN.format(name="c", folder=self.folder, address="10.0.0.3").replace("<vcpu>", "<memoryBacking><access mode='private'/></memoryBacking><vcpu>")
