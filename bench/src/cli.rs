@@ -254,6 +254,9 @@ fn report(file: Option<&Path>, results: &Path, html: Option<PathBuf>) -> Result<
     }
     let html = html.unwrap_or_else(|| results.join("index.html"));
     let page = page::html(&recorded(results)?);
+    if let Some(dir) = html.parent() {
+        std::fs::create_dir_all(dir).with_context(|| format!("can't make the folder {}", dir.display()))?;
+    }
     std::fs::write(&html, page).with_context(|| format!("can't write {}", html.display()))?;
     println!("page: {}", html.display());
     Ok(())

@@ -60,3 +60,13 @@ fn results_that_are_not_there_are_an_error_with_the_command_that_makes_some() {
         "{err}"
     );
 }
+
+#[test]
+fn the_page_of_results_makes_its_folder_as_results_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let results = concat!(env!("CARGO_MANIFEST_DIR"), "/results");
+    let page = dir.path().join("a/b/index.html");
+    let output = bench(&["report", "--results", results, "--html"]).arg(&page).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("</html>"));
+}

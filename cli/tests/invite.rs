@@ -273,6 +273,15 @@ fn the_hook_of_proxmox_invites_and_prints_arguments_that_qemu_takes() {
     // Proxmox puts its own -m before what 'args' has.
     let said = qemu_takes(&format!("-machine pc -m 512 {arguments}"));
     assert!(said.contains("virtio-pmem") && said.contains("zone-own"), "{said}");
+    // A second zone of the same name.
+    let second = place.dir.path().join("second");
+    std::fs::create_dir(&second).unwrap();
+    place.good(&["zone", "create", "second/own.zone", "--size", "16M"]);
+    let both = format!("{}\n{} ro", place.zone().display(), second.join("own.zone").display());
+    std::fs::write(lists.join("102.zones"), both).unwrap();
+    let arguments = String::from_utf8(hook(&["102", "args", "512"]).stdout).unwrap();
+    let said = qemu_takes(&format!("-machine pc -m 512 {arguments}"));
+    assert_eq!(said.matches("memdev: /objects/zone-own-").count(), 2, "{said}");
     assert!(hook(&["101", "pre-start"]).status.success(), "a VM without a list is none of our business");
     std::fs::write(lists.join("100.zones"), format!("{} rw\n", place.zone().display())).unwrap();
     let refused = hook(&["100", "pre-start"]);
@@ -282,4 +291,8 @@ fn the_hook_of_proxmox_invites_and_prints_arguments_that_qemu_takes() {
     );
     std::fs::write(lists.join("100.zones"), "/nowhere/own.zone\n").unwrap();
     assert!(!hook(&["100", "pre-start"]).status.success());
+    let refused = hook(&["100", "args", "512"]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && refused.stdout.is_empty(), "{said}");
+    assert!(said.contains("/nowhere/own.zone") && said.contains("No such file"), "{said}");
 }

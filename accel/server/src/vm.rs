@@ -29,6 +29,7 @@ use tombolo_calls::say;
 use tombolo_calls::zone::{Area, RING, State};
 pub use tombolo_control::accel::Guest;
 use tombolo_zone::doorbell::{Bell, DoorbellServer};
+use tombolo_zone::serve::invitation::Invitation;
 use tombolo_zone::{AreaConfig, AreaType, Backing, MemberId, Membership, Rights, Role, Zone, ZoneConfig};
 
 /// The server's name among the members; no VM can have it.
@@ -241,17 +242,21 @@ impl Vm {
         let made = ZoneConfig::new(name, size).backing(Backing::File(path.clone())).areas(vec![calls]);
         let zone = Arc::new(Zone::create(&made)?);
         let member = zone.invite(name, Role::Vm, Rights::READ_WRITE)?;
+        let arguments = Invitation {
+            member: name.to_owned(),
+            rights: Rights::READ_WRITE,
+            zone: name.to_owned(),
+            uuid: zone.uuid(),
+            path,
+            size,
+            socket: folder.join("bell"),
+        };
         // The events have no reader: the server's own doorbell rings when the VM comes and goes.
         let (doorbells, _) = DoorbellServer::start(zone.clone())?;
-        doorbells.listen(member, folder.join("bell"))?;
+        doorbells.listen(member, arguments.socket.clone())?;
         let kept = Some(Kept { member, _doorbells: doorbells, _lock: lock });
         let vm = Vm::enter(name, zone, kept, config.channels, config.limits.clone(), confinement)?;
-        say!(
-            "tombolo accel: VM {name}: -object memory-backend-file,id=calls,mem-path={zone},size={size},share=on -device virtio-pmem-pci,memdev=calls \
-             -chardev socket,id=calls,path={bell} -device ivshmem-doorbell,chardev=calls,vectors=1",
-            zone = path.display(),
-            bell = folder.join("bell").display(),
-        );
+        say!("tombolo accel: VM {name}: {}", arguments.qemu_line());
         Ok(vm)
     }
 

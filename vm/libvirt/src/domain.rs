@@ -76,6 +76,7 @@ impl Domain {
             bail!("the domain '{}' has {} already", self.name(), want.label());
         }
         let addition = devices::of(want, self.is_emulated())?;
+        self.check_new(want, &addition)?;
         if addition.shared_memory {
             self.share_memory()?;
         }
@@ -87,6 +88,25 @@ impl Domain {
         wants.push(want.clone());
         want::put(&mut self.root, &wants);
         Ok(())
+    }
+
+    /// Refuses a want whose device the domain has by another path.
+    fn check_new(&self, want: &Want, addition: &Addition) -> anyhow::Result<()> {
+        let taken: Vec<&str> = self.devices(MARK).into_iter().filter_map(alias).collect();
+        let mut names = addition.devices.iter().filter_map(alias);
+        let Some(there) = names.find(|name| taken.contains(name)) else { return Ok(()) };
+        let (name, label) = (self.name(), want.label());
+        match want {
+            Want::Zone(_) | Want::Accel(_) => bail!(
+                "{label} has the uuid of a zone that the domain '{name}' has already ({there}), as a copied file or a second name of one \
+                 file has: a guest could not tell them apart; give a zone of its own (tombolo zone create)"
+            ),
+            Want::Port(port) => bail!(
+                "the domain '{name}' has a card with the address {} already; give the one at {label} another: --mac",
+                port.mac
+            ),
+            Want::Grow => Ok(()),
+        }
     }
 
     /// Takes wants and all that they added away; room for memory devices and shared memory stay.
@@ -136,11 +156,7 @@ impl Domain {
     pub fn devices(&self, mark: &str) -> Vec<&Element> {
         let all = self.root.get_child("devices").into_iter().flat_map(|d| d.children.iter());
         let elements = all.filter_map(XMLNode::as_element);
-        let ours = |e: &&Element| {
-            let alias = e.get_child("alias").and_then(|a| a.attributes.get("name"));
-            alias.is_some_and(|name| name.starts_with(mark))
-        };
-        elements.filter(ours).collect()
+        elements.filter(|e| alias(e).is_some_and(|name| name.starts_with(mark))).collect()
     }
 
     fn add(&mut self, addition: Addition) -> anyhow::Result<()> {
@@ -178,10 +194,7 @@ impl Domain {
     /// Takes all devices, arguments and properties of ours away but for memory that grows.
     fn clear(&mut self) {
         let grows = tombolo_start::libvirt::ALIAS;
-        let ours = |e: &Element| {
-            let alias = e.get_child("alias").and_then(|a| a.attributes.get("name"));
-            alias.is_some_and(|name| name.starts_with(MARK) && name != grows)
-        };
+        let ours = |e: &Element| alias(e).is_some_and(|name| name.starts_with(MARK) && name != grows);
         if let Some(devices) = self.root.get_mut_child("devices") {
             devices.children.retain(|node| !node.as_element().is_some_and(ours));
         }
@@ -361,13 +374,8 @@ impl Domain {
     fn shrink(&mut self) -> anyhow::Result<()> {
         let total = self.initial()? + self.grown()?;
         if let Some(devices) = self.root.get_mut_child("devices") {
-            devices.children.retain(|node| {
-                let alias = node
-                    .as_element()
-                    .and_then(|e| e.get_child("alias"))
-                    .and_then(|a| a.attributes.get("name"));
-                alias.is_none_or(|name| name != tombolo_start::libvirt::ALIAS)
-            });
+            let grows = Some(tombolo_start::libvirt::ALIAS);
+            devices.children.retain(|node| node.as_element().and_then(alias) != grows);
         }
         self.set_cell(total, false);
         self.set_memory(total);
@@ -381,6 +389,11 @@ impl Domain {
             self.root.children.push(XMLNode::Element(with_text(name, &[("unit", "KiB")], &kib)));
         }
     }
+}
+
+/// A device's alias.
+fn alias(device: &Element) -> Option<&str> {
+    device.get_child("alias")?.attributes.get("name").map(String::as_str)
 }
 
 /// The child of this name, made where it is not there.
@@ -492,10 +505,10 @@ mod tests {
         }
         let text = domain.text().unwrap();
         for part in [
-            "ua-tombolo-zone-one",
-            "ua-tombolo-bell-one",
+            "ua-tombolo-zone-one-",
+            "ua-tombolo-bell-one-",
             "<qemu:arg value=\"-object\" />",
-            "ua-tombolo-pmem-reader",
+            "ua-tombolo-pmem-reader-",
             "ua-tombolo-net-525400000001",
             "<access mode=\"shared\" />",
             ">kept<",
@@ -515,6 +528,56 @@ mod tests {
         }
         assert!(text.contains(">kept<"), "{text}");
         assert!(again.detach(&wants[..1]).unwrap_err().to_string().contains("nothing of tombolo's"));
+    }
+
+    #[test]
+    fn zones_and_accelerators_of_one_name_have_devices_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut domain = Domain::parse(PLAIN).unwrap();
+        let mut wants = Vec::new();
+        for folder in ["x", "y", "z/own"] {
+            let folder = dir.path().join(folder);
+            std::fs::create_dir_all(&folder).unwrap();
+            wants.push(zone(&folder, "own"));
+        }
+        let accelerator = dir.path().join("z/own");
+        std::fs::rename(accelerator.join("own.zone"), accelerator.join("zone")).unwrap();
+        wants[2] = Want::Accel(accelerator);
+        for want in &wants {
+            domain.attach(want).unwrap();
+        }
+        let text = domain.text().unwrap();
+        let words = text.split(['"', ',']);
+        let mut ids: Vec<&str> =
+            words.map(|w| w.trim_start_matches("id=")).filter(|w| w.starts_with(MARK)).collect();
+        let all = ids.len();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!((ids.len(), all), (9, 9), "{text}");
+        domain.detach(&wants[..1]).unwrap();
+        assert_eq!(domain.devices(MARK).len(), 2);
+        domain.detach(&wants[1..]).unwrap();
+        assert!(!domain.text().unwrap().contains(MARK));
+    }
+
+    #[test]
+    fn a_copy_of_a_zone_and_a_second_card_with_one_address_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut domain = Domain::parse(PLAIN).unwrap();
+        domain.attach(&zone(dir.path(), "one")).unwrap();
+        let copy = dir.path().join("copy.zone");
+        std::fs::copy(dir.path().join("one.zone"), &copy).unwrap();
+        let copy = Want::Zone(ZoneWant { path: copy, member: "web".into(), read_only: false, mount: None });
+        let before = domain.text().unwrap();
+        let said = domain.attach(&copy).unwrap_err().to_string();
+        assert!(said.contains("copy.zone") && said.contains("could not tell them apart"), "{said}");
+        assert_eq!(domain.text().unwrap(), before);
+        domain.attach(&port()).unwrap();
+        let Want::Port(first) = port() else { unreachable!("it is a port") };
+        let said =
+            domain.attach(&Want::Port(Port { control: "/run/other.sock".into(), ..first })).unwrap_err();
+        let said = said.to_string();
+        assert!(said.contains("52:54:00:00:00:01") && said.contains("--mac"), "{said}");
     }
 
     #[test]

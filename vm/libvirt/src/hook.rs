@@ -46,6 +46,13 @@ fn release_all(wants: &[Want]) -> anyhow::Result<()> {
 fn prepare(want: &Want) -> anyhow::Result<()> {
     match want {
         Want::Zone(zone) => {
+            if !zone.path.exists() {
+                let path = zone.path.display();
+                bail!(
+                    "{path} is not there: make the zone anew (tombolo zone create {path} --size SIZE, tombolo files mkfs {path}); \
+                     one in /dev/shm goes when the host reboots"
+                );
+            }
             let rights = if zone.read_only { Rights::READ_ONLY } else { Rights::READ_WRITE };
             start::invite(&zone.path, &zone.member, rights, &start::own_program()?)?;
             // libvirt does not know the zone's file, so its QEMU must be let in.
@@ -131,6 +138,14 @@ pub(crate) fn remove(port: &Port) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_zone_that_has_gone_is_named_with_the_commands_that_make_it() {
+        let path = std::path::PathBuf::from("/nowhere/own.zone");
+        let want = Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: None });
+        let said = prepare(&want).unwrap_err().to_string();
+        assert!(said.contains("tombolo zone create /nowhere/own.zone") && said.contains("reboots"), "{said}");
+    }
 
     #[test]
     fn what_fails_to_be_released_keeps_nothing_else() {

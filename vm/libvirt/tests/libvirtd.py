@@ -5,7 +5,7 @@
 libvirtd runs as root in mount, network and PID namespaces of its own, with folders and a configuration of its own, and ends with them; its QEMUs run as
 Debian's user libvirt-qemu, which these namespaces have. Prints a line per claim and the counts. Needs root, libvirt-daemon, libvirt-daemon-driver-qemu, libvirt-clients and the guest kit.
 """
-import argparse, os, shutil, signal, socket, subprocess, sys, tempfile, time
+import argparse, json, os, shutil, signal, socket, subprocess, sys, tempfile, time
 
 TIMEOUT = 300
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -99,6 +99,8 @@ class World:
         for file in ("vmlinuz", "initrd.img"):
             shutil.copy(os.path.join(kit, file), self.folder)
         self.zone = self.folder + "/own.zone"
+        self.second = self.folder + "/second/own.zone"
+        os.mkdir(os.path.dirname(self.second), 0o755)
         self.control = self.folder + "/switch.sock"
         self.shells = {}
         self.libvirtd()
@@ -148,7 +150,6 @@ class World:
         self.shells[name].run("mkdir -p /mnt && echo '%s' >>/etc/fstab && mount /mnt" % self.fstab)
 
     def member(self, name):
-        import json
         members = json.loads(self.tombolo("zone", "inspect", self.zone, "--json"))["members"]
         return next((m for m in members if m["name"] == name), None)
 
@@ -206,6 +207,21 @@ class World:
         need(self.member("a")["id"] == before["id"], "a has another slot")
         self.shells["a"].run("ping -c 3 -W 60 10.0.0.2")
 
+    def a_domain_has_two_zones_of_one_name_and_not_a_copy_of_one(self):
+        copy = self.folder + "/copy.zone"
+        shutil.copyfile(self.zone, copy)
+        said = self.tombolo("libvirt", "attach", "a", "--zone", copy, good=False)
+        need("could not tell them apart" in said, said)
+        self.tombolo("zone", "create", self.second, "--size", "32M")
+        self.tombolo("files", "mkfs", self.second)
+        said = self.tombolo("libvirt", "attach", "a", "--zone", self.second, "--mount", "/mnt2")
+        uuid = next(line for line in said.splitlines() if " tombolo " in line).split()[0]
+        run("virsh", "destroy", "a")
+        self.start("a")
+        self.mount("a")
+        self.shells["a"].run("mkdir -p /mnt2 && mount -t tombolo -o nosuid,nodev %s /mnt2 && echo other >/mnt2/file" % uuid)
+        need(self.shells["a"].run("cat /mnt/file") == "back", "the zones are mixed up")
+
     def a_domain_does_not_start_without_its_switch_and_says_so(self):
         run("virsh", "destroy", "a")
         self.switch.terminate()
@@ -215,6 +231,7 @@ class World:
 
     def all_is_given_back(self):
         run("virsh", "destroy", "b")
+        self.tombolo("libvirt", "detach", "a", "--zone", self.second)
         for name in ("a", "b"):
             self.tombolo("libvirt", "detach", name, "--zone", self.zone, "--network", self.control)
             xml = run("virsh", "dumpxml", name, "--inactive")
@@ -223,7 +240,10 @@ class World:
         sockets = lambda: [f for _, _, files in os.walk("/run/tombolo-zones") for f in files if f.endswith(".sock")]
         until("sockets are left: %s" % sockets(), lambda: not sockets())
         need(os.stat(self.zone).st_uid == 0, "the zone's file has another owner now")
-        self.tombolo("zone", "rm", self.zone)
+        for zone in (self.zone, self.second):
+            # The server of a zone ends after it has removed its last socket.
+            until("the server of %s lives" % zone, lambda: not json.loads(self.tombolo("zone", "inspect", zone, "--json"))["owned"])
+            self.tombolo("zone", "rm", zone)
 
     def a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy(self):
         xml = DOMAIN.format(name="c", folder=self.folder, address="10.0.0.3").replace("<vcpu>", "<memoryBacking><access mode='private'/></memoryBacking><vcpu>")
@@ -264,6 +284,7 @@ CLAIMS = [
     World.the_domains_reach_each_other_over_the_switch,
     World.a_domain_that_is_killed_loses_its_epoch_and_the_other_goes_on,
     World.it_starts_again_as_the_same_member_with_its_port,
+    World.a_domain_has_two_zones_of_one_name_and_not_a_copy_of_one,
     World.a_domain_does_not_start_without_its_switch_and_says_so,
     World.all_is_given_back,
     World.a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy,

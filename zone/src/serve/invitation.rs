@@ -12,6 +12,9 @@ use crate::doorbell::VECTORS;
 /// Address space for hot-plugged memory beside the zone that the advice adds, in bytes.
 const GRANULE: u64 = 1 << 30;
 
+/// Digits of a zone's uuid behind its name in ids: the first field of a uuid.
+const UUID: usize = 8;
+
 /// The prefix of ids in a libvirt domain: libvirt leaves those with `ua-` to users.
 const LIBVIRT: &str = "ua-tombolo-";
 
@@ -35,10 +38,12 @@ pub struct Invitation {
 }
 
 impl Invitation {
-    /// Returns the zone's name if it can be a QEMU id (letters, digits, '-', '_' and '.'), else its uuid.
+    /// Returns the part of QEMU's ids that stands for the zone: its uuid, of which the beginning is enough behind the zone's name, where that
+    /// can be a QEMU id (letters, digits, '-', '_' and '.'). A VM may have several zones of one name.
     pub fn id(&self) -> String {
         let fits = self.zone.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
-        if fits { self.zone.clone() } else { self.uuid.simple().to_string() }
+        let uuid = self.uuid.simple().to_string();
+        if fits { format!("{}-{}", self.zone, &uuid[..UUID]) } else { uuid }
     }
 
     /// Returns the bytes by which `maxmem` of `-m` (or `<maxMemory>`) must exceed the VM's own memory.
@@ -71,6 +76,12 @@ impl Invitation {
             format!("ivshmem-doorbell,id=doorbell-{id},chardev=bell-{id},vectors={VECTORS}"),
         ]);
         arguments
+    }
+
+    /// QEMU's arguments as one line for a shell.
+    pub fn qemu_line(&self) -> String {
+        let words: Vec<String> = self.qemu().iter().map(|word| shell(word)).collect();
+        words.join(" ")
     }
 
     /// The element for `<devices>` of a libvirt domain: the doorbell.
@@ -150,7 +161,7 @@ mod tests {
             member: "a".into(),
             rights,
             zone: zone.into(),
-            uuid: Uuid::from_u128(0x1234),
+            uuid: Uuid::from_u128(0x1234_5678_0000_0000_0000_0000_0000_0001),
             path: "/dev/shm/a b,c.zone".into(),
             size: 64 << 20,
             socket: "/run/z/it's.sock".into(),
@@ -162,7 +173,7 @@ mod tests {
         let odd = invitation("my zone", Rights::READ_WRITE);
         let arguments = odd.qemu().join(" ");
         assert!(arguments.contains("mem-path=/dev/shm/a b,,c.zone,size=67108864,share=on"), "{arguments}");
-        assert!(arguments.contains("id=zone-00000000000000000000000000001234,"), "{arguments}");
+        assert!(arguments.contains("id=zone-12345678000000000000000000000001,"), "{arguments}");
         let text = odd.text();
         assert!(text.contains(r"path=/run/z/it'\''s.sock'"), "{text}");
         assert!(text.contains("<server path='/run/z/it&apos;s.sock'/>"), "{text}");
@@ -175,9 +186,25 @@ mod tests {
         assert!(reader.qemu()[1].ends_with(",readonly=on"));
         assert_eq!(
             reader.libvirt_arguments()[3],
-            "virtio-pmem-pci,id=ua-tombolo-pmem-z,memdev=ua-tombolo-zone-z"
+            "virtio-pmem-pci,id=ua-tombolo-pmem-z-12345678,memdev=ua-tombolo-zone-z-12345678"
         );
         assert!(reader.mount().contains("ro"), "{}", reader.mount());
         assert!(reader.text().contains("<qemu:arg value='-object'/>"));
+    }
+
+    #[test]
+    fn zones_of_one_name_have_ids_of_their_own() {
+        let one = invitation("own", Rights::READ_WRITE);
+        let two =
+            Invitation { uuid: Uuid::from_u128(0x9abc_def0_0000_0000_0000_0000_0000_0001), ..one.clone() };
+        let ids = |arguments: Vec<String>| -> Vec<String> {
+            let ids = arguments.iter().filter_map(|a| a.split(',').find(|part| part.starts_with("id=")));
+            ids.map(str::to_owned).collect()
+        };
+        for (mine, other) in [(one.qemu(), two.qemu()), (one.libvirt_arguments(), two.libvirt_arguments())] {
+            let (mine, other) = (ids(mine), ids(other));
+            assert!(mine.len() >= 2 && mine.iter().all(|id| !other.contains(id)), "{mine:?} {other:?}");
+        }
+        assert_ne!(one.libvirt_devices().lines().next(), two.libvirt_devices().lines().next());
     }
 }
