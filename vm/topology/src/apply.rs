@@ -120,11 +120,8 @@ fn mappings(smaps: &str) -> BTreeMap<u64, Mapping> {
         let counted = ["AnonHugePages:", "ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"];
         let value = counted.iter().find_map(|name| line.strip_prefix(name));
         let kib = value.and_then(|value| value.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-        if let (Some(first), Some(kib)) = (current, kib)
-            && let Some(mapping) = mappings.get_mut(&first)
-        {
-            mapping.huge += kib << 10;
-        }
+        let Some(mapping) = current.and_then(|first| mappings.get_mut(&first)) else { continue };
+        mapping.huge += kib.unwrap_or(0) << 10;
     }
     mappings
 }

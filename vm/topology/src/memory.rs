@@ -124,9 +124,8 @@ pub(crate) fn take(ledger: &mut Ledger<'_>, node: u32, bytes: u64, pages: PageSi
     if let Some(left) = ledger.memory.get_mut(&node) {
         *left = left.saturating_sub(bytes);
     }
-    if let Some(size) = pages.reserved()
-        && let Some(free) = ledger.huge.get_mut(&(node, size))
-    {
+    let Some(size) = pages.reserved() else { return };
+    if let Some(free) = ledger.huge.get_mut(&(node, size)) {
         *free = free.saturating_sub(bytes / size);
     }
 }
