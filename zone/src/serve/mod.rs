@@ -228,9 +228,12 @@ impl Server {
             }
             self.end_guest(id, say)?;
         }
-        let liveness = self.zone.hold(id)?;
+        // Before the member is seen alive: if this server dies, the next command and the next server find the VM by its record.
         if let Some(process) = &process {
             self.room.note(&name, process)?;
+        }
+        let liveness = self.zone.hold(id)?;
+        if let Some(process) = &process {
             self.watch(id, process.clone())?;
         }
         if !rights.write {
