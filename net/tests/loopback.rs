@@ -132,7 +132,8 @@ impl Guest {
 
     /// Sends a datagram to an address of the host at which the guest may reach it, until it is there.
     fn mark(&mut self, to: SocketAddr) {
-        let socket = UdpSocket::bind(to).unwrap();
+        // A process that the switch starts has a copy of the socket of the mark before until it is executed.
+        let socket = wait_for("the host's port", || UdpSocket::bind(to).ok());
         socket.set_nonblocking(true).unwrap();
         let from = if to.is_ipv4() { OWN.into() } else { "fd00:9::2".parse().unwrap() };
         let mut sent = Instant::now() - Duration::from_secs(1);

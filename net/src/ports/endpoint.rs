@@ -9,8 +9,9 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
@@ -35,6 +36,9 @@ enum Source {
 /// The pause before another try to connect, or for descriptors to become free.
 pub(crate) const RETRY: Duration = Duration::from_millis(200);
 
+/// The time that a server gets to close its socket, once its successor starts.
+const ENDING: Duration = Duration::from_secs(1);
+
 /// The pause after a front-end whose eventfds have blocked a worker, before its successor is served. A worker is blocked for up to a
 /// tenth of a second by each front-end, so the other ports keep 19 of 20 parts of its time.
 const AFTER_BLOCKING: Duration = Duration::from_secs(2);
@@ -52,6 +56,26 @@ pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
+/// Waits until no server listens at `path`, for at most [`ENDING`]: the keeper of a switch that was killed closes its sockets a moment after
+/// the switch has ended. A connection that waits at them hangs up then. Returns whether one still listens.
+fn is_served(path: &Path) -> bool {
+    let start = Instant::now();
+    loop {
+        let waiting = match connect(path) {
+            Ok(stream) => stream,
+            Err(err) => return err.kind() == io::ErrorKind::WouldBlock,
+        };
+        let left = ENDING.saturating_sub(start.elapsed());
+        let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let mut end = [PollFd::new(&waiting, PollFlags::RDHUP)];
+        // An interrupted wait begins again with the time that is left.
+        let is_over = matches!(rustix::event::poll(&mut end, Some(&limit)), Ok(0));
+        if is_over || left.is_zero() {
+            return true;
+        }
+    }
+}
+
 /// Listens at `path`. Replaces a socket that a dead server left.
 ///
 /// # Errors
@@ -63,8 +87,7 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
             let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
             return Err(named(err));
         }
-        let full = |err: &io::Error| err.kind() == io::ErrorKind::WouldBlock;
-        if connect(path).map_or_else(|err| full(&err), |_| true) {
+        if is_served(path) {
             let text = "another server listens there; stop it or choose another path";
             return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
         }
@@ -279,5 +302,23 @@ mod tests {
         connect(&path).unwrap();
         drop(server);
         listen(&path).unwrap();
+    }
+
+    #[test]
+    fn a_server_that_ends_makes_room_for_its_successor_and_one_that_lives_does_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let server = UnixListener::bind(&path).unwrap();
+        let refused = listen(&path).unwrap_err();
+        assert!(refused.to_string().contains("another server listens there"), "{refused}");
+        server.accept().unwrap();
+        // As the keeper of a killed switch: it ends when its successor waits for it.
+        let ending = std::thread::spawn(move || {
+            let mut arrived = [PollFd::new(&server, PollFlags::IN)];
+            rustix::event::poll(&mut arrived, None).unwrap();
+            drop(server);
+        });
+        listen(&path).unwrap();
+        ending.join().unwrap();
     }
 }

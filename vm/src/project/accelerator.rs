@@ -318,13 +318,9 @@ done"#;
 }
 
 impl Part for Accelerator {
-    fn used_by<'a>(
-        name: &str,
-        vm: &'a VmSpec,
-        compose: &'a Compose,
-    ) -> impl Iterator<Item = &'a String> + use<'a> {
+    fn used_by<'a>(name: &str, vm: &'a VmSpec, compose: &'a Compose) -> Vec<&'a String> {
         let owned = compose.accel.iter().find(|(_, spec)| spec.vm.as_deref() == Some(name));
-        vm.accelerators.0.keys().chain(owned.map(|(accelerator, _)| accelerator))
+        vm.accelerators.0.keys().chain(owned.map(|(accelerator, _)| accelerator)).collect()
     }
 
     /// Starts the server of accelerator `name` and waits until it serves each of its VMs; one that a VM owns is started when that has

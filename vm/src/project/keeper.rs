@@ -59,11 +59,7 @@ pub trait Service: Send + Sync + 'static {
 /// A network or an accelerator: VMs of a project share it, and a process of its own serves it.
 pub trait Part: Sized {
     /// Names of those that a VM of the project uses, or serves.
-    fn used_by<'a>(
-        name: &str,
-        vm: &'a VmSpec,
-        compose: &'a Compose,
-    ) -> impl Iterator<Item = &'a String> + use<'a, Self>;
+    fn used_by<'a>(name: &str, vm: &'a VmSpec, compose: &'a Compose) -> Vec<&'a String>;
 
     /// Starts it, with a place for each of its VMs.
     ///

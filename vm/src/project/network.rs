@@ -183,8 +183,8 @@ impl Network {
 }
 
 impl Part for Network {
-    fn used_by<'a>(_: &str, vm: &'a VmSpec, _: &'a Compose) -> impl Iterator<Item = &'a String> + use<'a> {
-        vm.networks.0.keys()
+    fn used_by<'a>(_: &str, vm: &'a VmSpec, _: &'a Compose) -> Vec<&'a String> {
+        vm.networks.0.keys().collect()
     }
 
     /// Starts the switch of network `name` with a port for each of its VMs, and waits until it answers. `dir` is the

@@ -115,9 +115,7 @@ fn an_owner_gets_the_zone_of_each_client_and_a_client_its_own() {
 #[test]
 fn an_accelerator_is_there_for_its_owner_before_any_client_is_started() {
     let (_, project) = owned();
-    let used = |vm: &str| -> Vec<&String> {
-        Accelerator::used_by(vm, &project.compose.vm[vm], &project.compose).collect()
-    };
+    let used = |vm: &str| Accelerator::used_by(vm, &project.compose.vm[vm], &project.compose);
     assert_eq!((used("owner").len(), used("a").len(), used("c").len()), (1, 1, 0));
 }
 
