@@ -116,10 +116,11 @@ impl Bypass {
         let name = machine.name.clone();
         let serve = move || {
             let refused = |e: &anyhow::Error| crate::say!("the VM '{name}': bypass is refused: {e:#}");
-            if let Err(e) = service::serve(port, &memory, &mut devices, refused)
-                && e.kind() != io::ErrorKind::ConnectionReset
-            {
-                crate::say!("the VM '{name}': no further device is bypassed: {e}");
+            match service::serve(port, &memory, &mut devices, refused) {
+                Err(e) if e.kind() != io::ErrorKind::ConnectionReset => {
+                    crate::say!("the VM '{name}': no further device is bypassed: {e}");
+                }
+                _ => {}
             }
         };
         let thread = crate::thread::start(&format!("bypass-{}", machine.name), serve)?;
