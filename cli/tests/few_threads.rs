@@ -15,7 +15,7 @@ const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"running\"\n"
 /// For a command that has a limit of its own of 30 s.
 const LONGEST: &str = "60";
 
-/// A project of a user who has nothing else.
+/// A project whose user owns no other process.
 struct User {
     lab: Lab,
     id: u32,

@@ -18,7 +18,7 @@ mod hpcc;
 /// The name of the VM.
 const VM: &str = "hpc";
 
-/// What is measured, and where.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The value of the key `topology`: "host", "node:1", "close", "cpus:4-7".
@@ -81,7 +81,7 @@ fn version(package: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// What a guest image needs for hpcc: it and its launcher, which loads the other folders' libraries.
+/// The items that hpcc needs in a guest image: the program, its launcher, and the folders of plugins that the launcher loads.
 fn items() -> Vec<String> {
     let libraries = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
     let folders = [format!("{libraries}/openmpi"), format!("{libraries}/pmix2"), "/usr/share/openmpi".into()];
