@@ -77,7 +77,7 @@ docs: ## the guide as a site, in target/docs/html
 	@scripts/make-docs
 
 .PHONY: dkms
-dkms: ## the module's source tree for DKMS, in target/dkms
+dkms: ## the modules' source trees for DKMS, in target/dkms
 	@guest/dkms/make-source target/dkms
 
 .PHONY: clean distclean

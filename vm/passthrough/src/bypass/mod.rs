@@ -42,7 +42,7 @@ const SESSIONS: &str = "dev/tombolo-bypass";
 pub enum Refusal {
     /// The module is not loaded.
     #[error(
-        "bypass needs the host's kernel module tombolo_bypass_host (Linux 6.12 or newer), which is not loaded: build it in vm/passthrough/linux and load it, or leave out bypass"
+        "bypass needs the host's kernel module tombolo_bypass_host (Linux 6.12 or newer), which is not loaded: install tombolo-bypass-dkms (or build it in vm/passthrough/linux) and load it, or leave out bypass"
     )]
     NoModule,
     /// Others would be bypassed with it.
