@@ -11,20 +11,20 @@ mod common;
 
 /// The lab's NVMe disk, and the driver that the host has for it.
 const DISK: &str = "0000:81:00.0";
-/// Deaths of QEMU, the supervisor and the guest under load, in turn.
-const DEATHS: usize = 6;
+/// Deaths of QEMU, the supervisor and the guest under load, in turn, unless TOMBOLO_KILLS says how many.
+const DEATHS: &str = "6";
 
 /// A zone of the bypassed VM: memory that is not in its map.
 const ZONE: &str = "zones = { shared = { mount = \"/mnt\" } }\n[zone.shared]\nsize = \"32M\"\nfiles = true";
 
-/// The folder of the guest kit's kernel that is the lab's own.
-fn modules() -> PathBuf {
+/// Has the guest kit make what it makes of the lab's kernel, up to and including `until`. Returns the folder.
+fn kit(until: &str) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let built = Command::new(root.join("guest/build"))
-        .args(["--kernel", "general-6.12", "--until", "module"])
+        .args(["--kernel", "general-6.12", "--until", until])
         .status()
         .unwrap();
-    assert!(built.success(), "the modules are not built");
+    assert!(built.success(), "no {until} of general-6.12");
     let cache = std::env::var_os("TOMBOLO_CACHE").map_or_else(|| root.join(".cache"), PathBuf::from);
     cache.join("guest/general-6.12")
 }
@@ -35,18 +35,41 @@ struct Bench {
     trace: PathBuf,
 }
 
+/// An emulated host with the drivers of its disk and its card, and the folder of the modules for its kernel.
+fn host(options: &[&str]) -> (Lab, PathBuf) {
+    let modules = kit("module");
+    let lab = Lab::start("bypass", options);
+    let release = fs::read_to_string(modules.join("release")).unwrap();
+    assert_eq!(
+        lab.good("uname -r"),
+        release,
+        "the lab has another kernel than the guest kit: make guest-update"
+    );
+    lab.good("modprobe nvme");
+    (lab, modules)
+}
+
+fn load_module(lab: &Lab, modules: &Path) {
+    lab.good(&format!("insmod {}", modules.join("bypass/tombolo_bypass_host.ko").display()));
+}
+
+/// Has the emulated IOMMU write events of these kinds to the file that is returned.
+fn trace(lab: &Lab, events: &str) -> PathBuf {
+    let trace = lab.folder.join("trace.log");
+    lab.monitor(&format!("logfile {}", trace.display()));
+    lab.monitor(&format!("log {events}"));
+    trace
+}
+
+/// The number of lines of a trace that hold these words.
+fn lines_with(trace: &Path, words: &str) -> usize {
+    fs::read_to_string(trace).unwrap().lines().filter(|line| line.contains(words)).count()
+}
+
 impl Bench {
     /// `more` is in the compose file after the table of `fast`.
     fn start(more: &str) -> Bench {
-        let modules = modules();
-        let lab = Lab::start("bypass", &["--huge-pages", "640"]);
-        let release = fs::read_to_string(modules.join("release")).unwrap();
-        assert_eq!(
-            lab.good("uname -r"),
-            release,
-            "the lab has another kernel than the guest kit: make guest-update"
-        );
-        lab.good("modprobe nvme");
+        let (lab, modules) = host(&["--huge-pages", "640"]);
         let vm = |name: &str, device: &str, more: &str| {
             format!(
                 "[vm.{name}]\nkernel = \"6.12\"\nhypervisor = \"kvm\"\ncpus = 1\nmemory = \"512M\"\ntopology = \"close\"\npages = \"2M\"\n\
@@ -69,17 +92,14 @@ impl Bench {
             assert!(!refused.status.success() && error.contains(said), "{line}: {error}");
             assert_eq!(lab.driver(DISK), "nvme");
         }
-        lab.good(&format!("insmod {}", modules.join("bypass/tombolo_bypass_host.ko").display()));
-        let trace = lab.folder.join("trace.log");
-        lab.monitor(&format!("logfile {}", trace.display()));
-        lab.monitor("log trace:vtd_dmar_translate");
+        load_module(&lab, &modules);
+        let trace = trace(&lab, "trace:vtd_dmar_translate");
         Bench { lab, trace }
     }
 
     /// The number of addresses that the IOMMU has translated for the disk.
     fn translations(&self) -> usize {
-        let trace = fs::read_to_string(&self.trace).unwrap();
-        trace.lines().filter(|line| line.contains("dev 81:00.00")).count()
+        lines_with(&self.trace, "dev 81:00.00")
     }
 
     /// Writes 24 MiB to the VM's disk, past its cache and through it, and reads them back both ways. Returns the translations that took.
@@ -172,8 +192,9 @@ fn a_bypassed_disk_writes_nowhere_but_to_its_vm_whoever_dies() {
     let said = String::from_utf8_lossy(&upgrade.stderr).into_owned();
     assert!(!upgrade.status.success() && said.contains("bypassed devices"), "{said}");
 
+    let deaths = std::env::var("TOMBOLO_KILLS").unwrap_or(DEATHS.into()).parse().unwrap();
     // Everything but the VM's memory is guarded while it works, and its own once it is dead.
-    for turn in 0..DEATHS {
+    for turn in 0..deaths {
         lab.good(&format!("rm -f filled; setsid {guard} 20 512 filled >guarded 2>&1 & echo $! >guard.pid"));
         lab.good("timeout 120 sh -c 'until [ -e filled ]; do sleep 0.1; done'");
         bench.read_on();
@@ -182,9 +203,100 @@ fn a_bypassed_disk_writes_nowhere_but_to_its_vm_whoever_dies() {
         lab.good("timeout 120 tail --pid=$(cat guard.pid) -f /dev/null; grep 'as they were' guarded");
         lab.run("tombolo down");
         assert_eq!(lab.driver(DISK), "nvme", "death {turn}");
-        if turn + 1 < DEATHS {
+        if turn + 1 < deaths {
             lab.good("tombolo up fast");
         }
     }
     end(lab);
+}
+
+/// Writes 24 MiB to the VM's disk and reads them back, past its cache.
+const DISK_MOVES: &str = "modprobe nvme
+    test -b /dev/nvme0n1
+    dd if=/dev/urandom of=/tmp/a bs=1M count=24 2>/dev/null
+    dd if=/tmp/a of=/dev/nvme0n1 bs=1M oflag=direct 2>/dev/null
+    dd if=/dev/nvme0n1 of=/tmp/b bs=1M count=24 iflag=direct 2>/dev/null
+    cmp /tmp/a /tmp/b";
+
+/// Sends 8 MiB by the VM's card and compares the peer's checksum, then takes the numbers that the peer sends.
+const CARD_MOVES: &str = "modprobe e1000e
+    card=$(for i in /sys/class/net/*; do case $(readlink -f $i/device/driver) in */e1000e) basename $i;; esac; done)
+    ip addr add 10.0.2.15/24 dev $card
+    ip link set $card up
+    head -c 8388608 /dev/urandom >/tmp/c
+    test \"$(nc 10.0.2.100 7 </tmp/c | cut -c 1-64)\" = \"$(sha256sum </tmp/c | cut -c 1-64)\"
+    seq 1000000 >/tmp/numbers
+    nc 10.0.2.100 19 </dev/null | cmp - /tmp/numbers";
+
+/// What the card moves, in MiB: 6,888,896 bytes are the numbers.
+const CARD_MEBIBYTES: f64 = 8.0 + 6_888_896.0 / (1 << 20) as f64;
+
+#[test]
+fn translations_for_each_mebibyte_by_page_size_and_by_bypass() {
+    // Debian's cloud kernel, which VMs have otherwise, has no driver for the card.
+    kit("image");
+    let (lab, modules) = host(&["--huge-pages", "640", "--append", "hugepagesz=1G hugepages=1:1"]);
+    load_module(&lab, &modules);
+    // A VM without `pages` has small ones then.
+    lab.good("cd /sys/kernel/mm/transparent_hugepage; echo never >enabled; echo never >shmem_enabled");
+    let list = lab.json("tombolo passthrough list --json");
+    let card = list.as_array().unwrap().iter().find(|d| {
+        d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
+    });
+    let card = card.unwrap()["address"].as_str().unwrap().to_owned();
+
+    let vm = |name: &str, memory: &str, bypass: bool| {
+        let device = |address: &str| format!("{{ address = \"{address}\", bypass = {bypass} }}");
+        format!(
+            "[vm.{name}]\nkernel = \"general-6.12\"\nhypervisor = \"kvm\"\ncpus = 1\nready_timeout = 600\ntrust = {bypass}\n\
+             devices = [{}, {}]\n{memory}\n",
+            device(DISK),
+            device(&card)
+        )
+    };
+    let small = "memory = \"512M\"";
+    let large = "topology = \"close\"\nmemory = \"512M\"\npages = \"2M\"";
+    let giant = "topology = \"close\"\nmemory = \"1G\"\npages = \"1G\"";
+    let file = vm("small", small, false)
+        + &vm("large", large, false)
+        + &vm("giant", giant, false)
+        + &vm("large-bypass", large, true)
+        + &vm("giant-bypass", giant, true);
+    lab.good(&format!("cat >tombolo.toml <<'END'\n{file}END"));
+    let trace = trace(&lab, "trace:vtd_dmar_translate,trace:vtd_iotlb_page_update");
+
+    // In the trace a device has its bus in the request, and its whole number in what the IOTLB takes up.
+    let bus = &card[5..7];
+    let kinds = [
+        ("nvme", 48.0, DISK_MOVES, "dev 81:00.00".to_owned(), "sid 0x8100 ".to_owned()),
+        (
+            "e1000e",
+            CARD_MEBIBYTES,
+            CARD_MOVES,
+            format!("dev {bus}:00.00"),
+            format!("sid 0x{}00 ", bus.trim_start_matches('0')),
+        ),
+    ];
+    println!("device  memory        translations/MiB  table walks/MiB");
+    for name in ["small", "large", "giant", "large-bypass", "giant-bypass"] {
+        lab.good(&format!("tombolo up {name}"));
+        for (device, mebibytes, moves, request, walk) in &kinds {
+            let count = || (lines_with(&trace, request), lines_with(&trace, walk));
+            let before = count();
+            lab.good(&format!("tombolo exec {name} -- sh -ec '{moves}'"));
+            let after = count();
+            let (requests, walks) = (after.0 - before.0, after.1 - before.1);
+            let per_mebibyte = |n: usize| n as f64 / mebibytes;
+            println!("{device:<7} {name:<13} {:>16.1} {:>16.1}", per_mebibyte(requests), per_mebibyte(walks));
+            if name.ends_with("bypass") {
+                assert_eq!((requests, walks), (0, 0), "{device} of {name}");
+            } else {
+                assert!(requests > 48 && walks <= requests, "{device} of {name}: {requests}, {walks}");
+            }
+        }
+        lab.good("tombolo down");
+        assert_eq!(lab.driver(DISK), "nvme");
+        assert_eq!(lab.driver(&card), "e1000e");
+    }
+    end(&lab);
 }

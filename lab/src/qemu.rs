@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The QEMU that emulates the host, and its command line.
 //!
-//! The host has fixed devices, so that tests can name them: behind root port 10.0 an e1000e in a group of its own, behind 11.0 an
-//! NVMe disk on node 1, behind 12.0 two e1000e functions in one group, behind 13.0 an igb where QEMU has it, and at 15.0 an
+//! The host has fixed devices, so that tests can name them: behind root port 10.0 an e1000e in a group of its own (with
+//! [`NETWORK_PEERS`]), behind 11.0 an NVMe disk on node 1, behind 12.0 two e1000e functions in one group, behind 13.0 an igb where QEMU has it, and at 15.0 an
 //! NVMe disk that plays the host's own.
 
 use std::fs::File;
@@ -209,9 +209,14 @@ fn nodes(list: &mut List, cpus: u32, memory_mib: u64) {
     list.pair("-numa", "dist,src=0,dst=1,val=20");
 }
 
+/// Whom the first card reaches: 10.0.2.100 answers on port 7 by the SHA-256 of what it was sent, and sends a million numbers from port 19.
+const NETWORK_PEERS: &str =
+    ",guestfwd=tcp:10.0.2.100:7-cmd:sha256sum,guestfwd=tcp:10.0.2.100:19-cmd:seq 1000000";
+
 fn devices(list: &mut List, qemu: &Qemu, folder: &Path) {
     for net in 0..3 {
-        list.pair("-netdev", &format!("user,id=net{net},restrict=on"));
+        let peers = if net == 0 { NETWORK_PEERS } else { "" };
+        list.pair("-netdev", &format!("user,id=net{net},restrict=on{peers}"));
     }
     for (number, path) in Files::disks(folder).iter().enumerate() {
         list.pair(

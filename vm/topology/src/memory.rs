@@ -54,6 +54,26 @@ impl fmt::Display for PageSize {
     }
 }
 
+/// The pages that a request allows, the largest first.
+fn choices(pages: Pages) -> &'static [PageSize] {
+    match pages {
+        Pages::Auto => &[PageSize::Gigantic, PageSize::Huge, PageSize::Transparent],
+        Pages::Gigantic => &[PageSize::Gigantic],
+        Pages::Huge => &[PageSize::Huge],
+        Pages::Transparent => &[PageSize::Transparent],
+    }
+}
+
+/// Whether these nodes together have a VM's memory left, each of them a part of it, in one kind of the pages that the VM may have.
+pub(crate) fn fits(ledger: &Ledger<'_>, request: &Request, nodes: &[u32]) -> bool {
+    choices(request.pages).iter().any(|pages| {
+        let rooms = || nodes.iter().map(|node| room(ledger, *node, *pages) / pages.unit() * pages.unit());
+        request.memory % pages.unit() == 0
+            && rooms().all(|room| room > 0)
+            && rooms().fold(0, u64::saturating_add) >= request.memory
+    })
+}
+
 /// The pages of a VM's memory, and how many bytes each of `nodes` gives.
 pub(crate) fn divide(
     ledger: &Ledger<'_>,
@@ -61,12 +81,7 @@ pub(crate) fn divide(
     cpus: &CpuSet,
     nodes: &[u32],
 ) -> Result<(PageSize, Vec<u64>), PlanError> {
-    let choices: &[PageSize] = match request.pages {
-        Pages::Auto => &[PageSize::Gigantic, PageSize::Huge, PageSize::Transparent],
-        Pages::Gigantic => &[PageSize::Gigantic],
-        Pages::Huge => &[PageSize::Huge],
-        Pages::Transparent => &[PageSize::Transparent],
-    };
+    let choices = choices(request.pages);
     let weights: Vec<u64> = nodes.iter().map(|node| weight(ledger, request, cpus, *node)).collect();
     let endless = vec![u64::MAX; nodes.len()];
     for pages in choices {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The choice of a VM's CPUs.
 //!
-//! CPUs that are to be close together come from the smallest object that has enough whole cores: the CPUs of one L3 cache, then one node, then as few nodes as
+//! CPUs that are to be close together come from the smallest object that has enough whole cores, and enough memory in the pages that are asked for: the CPUs of one L3 cache, then one node, then as few nodes as
 //! possible, the nearest to each other, with equal parts. Among equals the one that is left with the fewest free CPUs is taken, so that large
 //! objects stay whole for later VMs.
 
 use std::collections::BTreeMap;
 
 use crate::cpus::CpuSet;
+use crate::memory;
 use crate::model::{Cpu, Topology};
 use crate::plan::{Ledger, PlanError};
 use crate::request::{Part, Request};
@@ -144,9 +145,7 @@ fn close(ledger: &Ledger<'_>, request: &Request) -> Result<Placed, PlanError> {
     for core in &cores {
         by_node.entry(core.node).or_default().push(core);
     }
-    let fits = |nodes: &[u32]| {
-        nodes.iter().map(|node| ledger.memory.get(node).copied().unwrap_or(0)).sum::<u64>() >= request.memory
-    };
+    let fits = |nodes: &[u32]| memory::fits(ledger, request, nodes);
     if let Some((domain, chosen)) = one_cache(&by_node, wanted, fits) {
         let object = match domain {
             (_, _, Some(l3)) => format!("L3 cache {l3}"),

@@ -275,6 +275,23 @@ fn huge_pages_are_taken_where_all_of_the_memory_is_reserved_on_its_nodes() {
 }
 
 #[test]
+fn cpus_lie_where_the_pages_that_a_vm_wants_are_left() {
+    let mut host = synthetic("package:3 [numa(memory=16GiB)] core:2 pu:1").unwrap();
+    let huge = |size, free| vec![tombolo_topology::model::HugePages { size, free }];
+    (host.nodes[1].huge, host.nodes[2].huge) = (huge(2 << 20, 4096), huge(1 << 30, 4));
+    let node = |pages| {
+        let wanted = Request { pages, ..request(Part::Close, 1) };
+        plan(&host, &Rules::default(), &[wanted]).map(|plan| plan.vms[0].nodes[0].host)
+    };
+    assert_eq!((node(Pages::Huge), node(Pages::Gigantic)), (Ok(1), Ok(2)));
+    // Nodes 1 and 2 have their CPUs taken: what is left has no such page.
+    let rules = Rules { taken: "2-5".parse().unwrap(), ..Rules::default() };
+    let wanted = Request { pages: Pages::Huge, ..request(Part::Close, 1) };
+    let refused = plan(&host, &rules, &[wanted]).unwrap_err().to_string();
+    assert!(refused.contains("node 0 has 0 MiB left"), "{refused}");
+}
+
+#[test]
 fn interrupts_of_devices_and_processes_beside_a_vm_get_reserved_cpus_of_the_right_node() {
     let mut host = synthetic("package:3 [numa(memory=16GiB)] core:4 pu:1").unwrap();
     let root = |bus: u8, node, address: &str| Root {
