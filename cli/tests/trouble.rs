@@ -442,7 +442,7 @@ fn commands_whose_words_find_no_room_do_their_work() {
     let lab = lab(&format!("[vm.a]\n{VM}"));
     let unheard = |arguments: &[&str]| {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
-        let (reader, closed) = std::io::pipe().unwrap();
+        let (reader, closed) = rustix::pipe::pipe().unwrap();
         drop(reader);
         [Stdio::from(full), Stdio::from(closed)].into_iter().for_each(|unheard| {
             let status = lab.command(arguments).stdout(Stdio::null()).stderr(unheard).status().unwrap();

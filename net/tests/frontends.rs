@@ -343,7 +343,8 @@ fn whatever_a_front_end_says_in_whatever_order_others_go_on_and_so_can_its_succe
 #[test]
 fn a_log_that_is_full_or_that_nobody_reads_holds_up_no_port() {
     // A full pipe, whose reader lives.
-    let (reader, mut writer) = std::io::pipe().unwrap();
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let mut writer = File::from(writer);
     rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
     while writer.write(&[b'x'; 4096]).is_ok() {}
     rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::empty()).unwrap();

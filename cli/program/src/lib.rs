@@ -90,7 +90,7 @@ mod tests {
         let closed = || Err(anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)));
         let said = std::cell::Cell::new(0);
         let complain = |_: &anyhow::Error| said.set(said.get() + 1);
-        let (reader, pipe) = io::pipe().unwrap();
+        let (reader, pipe) = rustix::pipe::pipe().unwrap();
         let (socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
         // It was another connection's.
         assert_eq!(end_with(&pipe, closed(), complain), ExitCode::FAILURE);

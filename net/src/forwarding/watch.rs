@@ -180,7 +180,8 @@ mod tests {
     #[test]
     fn a_worker_that_waits_in_the_kernel_is_interrupted_and_one_that_works_or_sleeps_is_not() {
         let watch = Arc::new(Watch::new(2));
-        let (mut never, _writer) = io::pipe().unwrap();
+        let (never, _writer) = rustix::pipe::pipe().unwrap();
+        let mut never = std::fs::File::from(never);
         std::thread::scope(|s| {
             s.spawn(|| watch.run().unwrap());
             let works = s.spawn(|| {
