@@ -8,18 +8,19 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::address::Address;
 use crate::device::VFIO;
 use crate::host::{Host, link_name, text};
+use crate::lock;
 use crate::plan::Plan;
 
 /// The VM that a device was bound for, and its process.
@@ -156,6 +157,9 @@ impl Bus for Kernel {
     }
 }
 
+/// Time for another process to bind a device or to give it back.
+const HOLD: Duration = Duration::from_secs(60);
+
 /// The folder of records.
 #[derive(Debug, Clone)]
 pub struct Store {
@@ -228,13 +232,14 @@ impl Store {
     /// Keeps other processes from binding this device or giving it back, until the file is dropped.
     fn hold(&self, address: Address) -> Result<File, BindError> {
         let path = self.folder.join(format!("{address}.lock"));
-        let lock = || {
+        let hold = || {
             fs::create_dir_all(&self.folder)?;
-            let file = File::options().create(true).append(true).open(&path)?;
-            rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+            // Other users could lock what they can open.
+            let file = File::options().create(true).append(true).mode(0o600).open(&path)?;
+            lock::take(&file, &path, HOLD)?;
             io::Result::Ok(file)
         };
-        lock().map_err(|source| BindError::Record { path: path.clone(), source })
+        hold().map_err(|source| BindError::Record { path: path.clone(), source })
     }
 
     /// Refuses a device that a living process has taken for another VM.

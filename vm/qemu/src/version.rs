@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
+use crate::start;
+
 /// The oldest QEMU that is supported, as (major, minor).
 pub const OLDEST: (u32, u32) = (7, 2);
 
@@ -43,9 +45,8 @@ impl Qemu {
     fn ask(program: PathBuf, limit: Duration) -> anyhow::Result<Qemu> {
         let mut command = Command::new(&program);
         let command = command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut asked = command.stderr(Stdio::null()).spawn().with_context(|| {
-            format!("{} can't be run; install the package qemu-system-x86", program.display())
-        })?;
+        let asked = command.stderr(Stdio::null()).spawn();
+        let mut asked = asked.map_err(|e| start::no_program(&program, "qemu-system-x86", &e))?;
         let begun = Instant::now();
         while asked.try_wait()?.is_none() {
             if begun.elapsed() >= limit {

@@ -28,6 +28,7 @@ use serde::{Deserialize, Serialize};
 use tombolo_zone::keep::{Keep, Kept};
 
 use crate::child;
+use crate::host;
 
 /// The version of the state. A program reads no other; it is raised when a program of before could take the state for something that it
 /// is not. A new key with a default is no reason.
@@ -60,8 +61,8 @@ impl Program {
     /// # Errors
     /// When it can't be opened.
     pub fn open(path: &Path) -> anyhow::Result<Program> {
-        let file =
-            File::open(path).with_context(|| format!("the program {} can't be opened", path.display()))?;
+        let file = host::open(path, host::Kind::File, false)
+            .with_context(|| format!("the program {} can't be opened", path.display()))?;
         let mut magic = [0; 4];
         let read = file.read_at(&mut magic, 0).unwrap_or(0);
         // Command runs what the kernel does not know by a shell.

@@ -68,11 +68,12 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for the turn to stop these VMs. Commands about others are not in the way.
+    /// Waits for the turn to stop these VMs. Commands about others are not in the way, and a start that no command asked for is cut short.
     ///
     /// # Errors
     /// One about these does not end.
     fn turn_of(&self, vms: &BTreeSet<String>, reporter: &Reporter) -> anyhow::Result<Turn<'_>> {
+        self.cancel(|machine| vms.contains(machine.name()) && machine.starts_by_itself());
         let turn = self.changing.take_within(Of::Vms(vms), SILENT).or_else(|| {
             let text = format!(
                 "another command is starting or stopping this VM; this one waits for its end, at most {} s",
