@@ -125,21 +125,30 @@ fn a_zone_that_is_larger_than_files_may_be_is_refused_by_name() {
 
 /// A stand-in that does this where there is the file 'sick', and else what the stand-in does.
 fn sick(lab: &Lab, what: &str) {
+    qemu(lab, &format!("[ \"$1\" != --version ] && {what}"));
+}
+
+/// A stand-in that begins with this line of shell where there is the file 'sick'.
+fn qemu(lab: &Lab, line: &str) {
     let place = lab.dir.path();
     let text = format!(
-        "#!/bin/sh\n[ -e '{}' ] && [ \"$1\" != --version ] && {what}\nexec '{}' \"$@\"\n",
+        "#!/bin/sh\n[ -e '{}' ] && {line}\nexec '{}' \"$@\"\n",
         place.join("sick").display(),
         fake().display()
     );
-    // Another process writes it: a child that is being started elsewhere could hold it open for writing.
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]).arg(place.join("qemu")).stdin(Stdio::piped());
-    let mut shell = shell.spawn().unwrap();
-    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    assert!(shell.wait().unwrap().success());
+    program(&place.join("qemu"), &text);
     let compose = place.join("tombolo.toml");
     let text = std::fs::read_to_string(&compose).unwrap();
     std::fs::write(&compose, text.replace(fake().to_str().unwrap(), "./qemu")).unwrap();
+}
+
+/// Another process writes it: a child that is being started elsewhere could hold it open for writing.
+fn program(path: &Path, text: &str) {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]).arg(path).stdin(Stdio::piped());
+    let mut shell = shell.spawn().unwrap();
+    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(shell.wait().unwrap().success());
 }
 
 fn set_sick(place: &Path) {
@@ -229,6 +238,58 @@ fn an_output_that_takes_nothing_is_named_as_the_cause() {
         let words = said(&output.unwrap());
         assert!(words.contains("the output can't be written"), "{arguments:?}: {words}");
     }
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_command_that_is_stuck_does_not_keep_the_supervisor_after_a_down() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    // It is asked for its version by the dry run, and answers when that has been given up.
+    qemu(&lab, "[ \"$1\" = --version ] && exec sleep 18");
+    lab.good(&["up"]);
+    set_sick(lab.dir.path());
+    let mut stuck =
+        lab.command(&["up", "--dry-run", "--remove-orphans"]).stderr(Stdio::piped()).spawn().unwrap();
+    let asks =
+        |pid: &u32| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line == b"sleep\x0018\0");
+    until("it does not ask for the version", || lab.processes().iter().any(asks));
+    let down = lab.run(&["down"]);
+    let words = said(&down);
+    assert!(down.status.success() && words.contains("though this does not: up --dry-run"), "{words}");
+    assert!(lab.ps()["supervisor"].is_null());
+    assert!(!stuck.wait().unwrap().success());
+    until("the question for the version does not end", || lab.processes().is_empty());
+}
+
+#[test]
+fn programs_that_leave_a_process_with_their_output_hold_up_no_command() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    let over = lab.dir.path().join("over");
+    let wait = format!("sh -c 'until [ -e \"{}\" ]; do sleep 0.1; done' &", over.display());
+    qemu(&lab, &format!("[ \"$1\" = --version ] && {{ {wait} exit; }}"));
+    lab.good(&["up"]);
+    set_sick(lab.dir.path());
+    let refused = lab.run(&["restart", "a"]);
+    assert!(said(&refused).contains("which is no QEMU"), "{}", said(&refused));
+    let next = lab.dir.path().join("next");
+    program(&next, &format!("#!/bin/sh\n{wait}\necho its own words >&2\nexit 1\n"));
+    let refused = lab.run(&["upgrade", "--program", next.to_str().unwrap()]);
+    assert!(said(&refused).contains("its own words"), "{}", said(&refused));
+    assert_eq!(lab.ps()["vms"][0]["state"], "up");
+    lab.good(&["down"]);
+    std::fs::write(over, "").unwrap();
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn a_terminal_too_many_is_refused_with_the_remedy() {
+    let lab = lab(&format!("[vm.a]\n{VM}qemu_args = [\"-fake\", \"no-port\"]\n"));
+    lab.good(&["up"]);
+    let exec = lab.run(&["exec", "-t", "a", "--", "true"]);
+    let words = said(&exec);
+    assert!(exec.status.code() == Some(125) && words.contains("run the command without -t"), "{words}");
+    lab.good(&["exec", "a", "--", "true"]);
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }

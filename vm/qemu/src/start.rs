@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Why a program or a thread can't be started, with the remedy that fits.
 
-use std::io;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::path::Path;
 
 /// The error of a process or a thread that can't be started, with the remedy where a limit is the cause.
@@ -23,9 +24,40 @@ pub fn no_program(program: &Path, package: &str, error: &io::Error) -> io::Error
     io::Error::new(error.kind(), format!("{name} can't be run: {why}{remedy}"))
 }
 
+/// Reads what a program that has ended has left in a pipe, at most `most` bytes. A process that it has started may still have the pipe open, so its
+/// end is not waited for.
+///
+/// # Errors
+/// Those of the system.
+pub fn left_in(mut pipe: impl Read + AsFd, most: usize) -> io::Result<Vec<u8>> {
+    rustix::io::ioctl_fionbio(&pipe, true)?;
+    let mut said = vec![0; most];
+    let mut length = 0;
+    while length < most {
+        match pipe.read(&mut said[length..]) {
+            Ok(0) => break,
+            Ok(n) => length += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+            Err(e) => return Err(e),
+        }
+    }
+    said.truncate(length);
+    Ok(said)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_program_has_said_is_read_though_another_process_has_its_pipe() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert_eq!(left_in(&ours, 10).unwrap(), b"");
+        io::Write::write_all(&mut &theirs, b"one two").unwrap();
+        assert_eq!(left_in(&ours, 3).unwrap(), b"one");
+        assert_eq!(left_in(&ours, 10).unwrap(), b" two");
+    }
 
     #[test]
     fn a_program_that_can_not_be_started_has_the_remedy_of_its_cause() {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The QEMU program and its version.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -56,13 +55,9 @@ impl Qemu {
             }
             std::thread::sleep(LOOK);
         }
-        let mut text = Vec::new();
-        // It fits into a pipe; what the program has left behind may keep the pipe open.
-        if let Some(mut said) = asked.stdout.take() {
-            text.resize(SAID, 0);
-            let n = said.read(&mut text)?;
-            text.truncate(n);
-        }
+        // It fits into a pipe.
+        let text =
+            asked.stdout.take().map(|said| start::left_in(said, SAID)).transpose()?.unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let version = parse(&text).with_context(|| {
             let said = text.lines().next().unwrap_or_default();
