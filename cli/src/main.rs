@@ -122,6 +122,7 @@ enum NetCommand {
 fn main() -> ExitCode {
     completion::answer();
     tombolo_program::end_quietly_on_a_closed_pipe();
+    tombolo_program::outlive_a_file_that_is_too_large();
     let words: Vec<_> = std::env::args_os().collect();
     if let Some(error) = external::help(&words) {
         complain(&error);

@@ -214,3 +214,50 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
     }
     lab.good(&["down"]);
 }
+
+/// Freezes the cgroup of a VM's QEMU, and the one above it before a start.
+const FREEZER: &str = r#"
+cd /sys/fs/cgroup
+echo '+cpu +memory' >cgroup.subtree_control
+mkdir unit
+export TOMBOLO_CGROUP=/sys/fs/cgroup/unit
+tombolo() { (cd /tmp/p; /mnt/tombolo "$@" 2>&1); }
+freeze() {
+	echo 1 >"$1/cgroup.freeze"
+	until grep -q 'frozen 1' "$1/cgroup.events"; do sleep 0.1; done
+}
+tombolo up
+freeze unit/tombolo-*
+tombolo ps
+tombolo down && echo 'stopped'
+freeze unit
+tombolo up || echo 'refused'
+echo 0 >unit/cgroup.freeze
+tombolo up && echo 'goes on'
+tombolo down
+find unit -mindepth 1 -type d
+"#;
+
+#[test]
+fn a_frozen_cgroup_is_named_where_its_process_does_not_answer_and_before_one_would_begin_there() {
+    let lab = Lab::new(
+        "[vm.a]\nkernel = \"6.1\"\nmemory = \"512M\"\ndisks = [{ path = \"tools.img\", readonly = true }]\n",
+    );
+    tools(&lab, "[vm.a]\ncpu_limit = 1.5\nready = \"running\"\n", ONE_VCPU);
+    lab.good(&["up"]);
+    let said = lab.good(&["exec", "a", "--", "sh", "-c", &[PREPARE, FREEZER].concat()]);
+    let mut rest = said.as_str();
+    for words in [
+        "is in the frozen cgroup /sys/fs/cgroup/unit/tombolo-p-",
+        "-a/cgroup.freeze)",
+        "\nstopped\n",
+        "the cgroup /sys/fs/cgroup/unit is frozen, so QEMU would not begin there; echo 0 >/sys/fs/cgroup/unit/cgroup.freeze",
+        "\nrefused\n",
+        "\ngoes on\n",
+    ] {
+        let at = rest.find(words);
+        rest = &rest[at.unwrap_or_else(|| panic!("{words} is not in\n{said}")) + words.len() - 1..];
+    }
+    assert!(!rest.contains("unit/tombolo-"), "{said}");
+    lab.good(&["down"]);
+}

@@ -44,6 +44,10 @@ impl User {
 
     /// Runs a program as the user, who may have so many processes and threads.
     fn run_program(&self, most: Option<usize>, program: &Path, arguments: &[&str]) -> Output {
+        self.command(most, program, arguments).output().unwrap()
+    }
+
+    fn command(&self, most: Option<usize>, program: &Path, arguments: &[&str]) -> Command {
         let place = self.lab.dir.path();
         let mut command = Command::new("timeout");
         command.args(["-s", "KILL", LONGEST]);
@@ -54,7 +58,8 @@ impl User {
         command.args([format!("--reuid={}", self.id), format!("--regid={}", self.id)]);
         command.arg(program).args(arguments).current_dir(place).env_clear();
         command.env("PATH", "/usr/bin:/bin").env("XDG_RUNTIME_DIR", place.join("scratch"));
-        command.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null()).output().unwrap()
+        command.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null());
+        command
     }
 
     /// Runs a command of the user's, as above.
@@ -128,11 +133,60 @@ fn an_up_with_few_threads_works_or_says_what_is_lacking_and_leaves_nothing() {
             assert!(user.run(None, &["down"]).status.success());
         } else {
             assert!(up.status.code().is_some() && !words.is_empty(), "{most}: {}: {words}", up.status);
-            assert!(!words.contains("panicked"), "{most}: {words}");
+            assert!(!words.contains("panicked") && !words.contains("install"), "{most}: {words}");
         }
         user.assert_nothing_left();
         if done > 1 {
             break;
         }
     }
+}
+
+/// A program that may have one process or thread until its limit is raised, and becomes tombolo.
+const CRAMPED: &str = "#!/usr/bin/env python3
+import os, resource, sys
+if '--state' in sys.argv:
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+os.execv('PROGRAM', ['tombolo'] + sys.argv[1:])
+";
+
+#[test]
+fn a_program_that_gets_no_threads_after_an_upgrade_waits_for_them_and_ends_no_vm() {
+    let user = User::new(54_333, 2);
+    let place = user.lab.dir.path();
+    let up = user.run(None, &["up"]);
+    assert!(up.status.success(), "{}", said(&up));
+    let before = user.ps();
+    let supervisor = number(&before["supervisor"]);
+    let cramped = place.join("cramped");
+    std::fs::write(&cramped, CRAMPED.replace("PROGRAM", place.join("program").to_str().unwrap())).unwrap();
+    std::fs::set_permissions(&cramped, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let arguments = ["upgrade", "--program", cramped.to_str().unwrap()];
+    let mut upgrade =
+        user.command(None, &place.join("program"), &arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let mut folders = std::fs::read_dir(place.join("scratch/tombolo")).unwrap();
+    let log = folders.find_map(|folder| {
+        let log = folder.unwrap().path().join("supervisor.log");
+        log.exists().then_some(log)
+    });
+    let log = log.unwrap();
+    until("it does not wait for threads", || {
+        assert!(upgrade.try_wait().unwrap().is_none());
+        std::fs::read_to_string(&log).unwrap().contains("waits for")
+    });
+    let limit = [format!("--pid={supervisor}"), "--nproc=500:".into()];
+    let raised = user.run_program(None, Path::new("prlimit"), &limit.each_ref().map(String::as_str));
+    assert!(raised.status.success(), "{}", said(&raised));
+    let upgraded = upgrade.wait_with_output().unwrap();
+    assert!(upgraded.status.success(), "{}", said(&upgraded));
+    let after = user.ps();
+    assert_eq!(number(&after["supervisor"]), supervisor);
+    for vm in [0, 1] {
+        assert_eq!(
+            (&after["vms"][vm]["pid"], &after["vms"][vm]["state"]),
+            (&before["vms"][vm]["pid"], &"up".into())
+        );
+    }
+    assert!(user.run(None, &["down"]).status.success());
+    user.assert_nothing_left();
 }

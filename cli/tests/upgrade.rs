@@ -35,6 +35,22 @@ fn script(lab: &Lab, text: &str) -> PathBuf {
     path
 }
 
+#[test]
+fn an_upgrade_with_odd_words_ends_and_leaves_the_project_as_it_was() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let (before, pipe) = (lab.ps()["vms"][0]["pid"].clone(), lab.dir.path().join("pipe"));
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let refused = lab.run(&["upgrade", "--program", pipe.to_str().unwrap()]);
+    let words = said(&refused);
+    assert!(!refused.status.success() && words.contains("it is no regular file"), "{words}");
+    let longest = u64::MAX.to_string();
+    lab.good(&["upgrade", "--program", next(&lab, "next").to_str().unwrap(), "--wait", &longest]);
+    assert_eq!(lab.ps()["vms"][0]["pid"], before);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 fn upgrade(lab: &Lab, program: &Path) {
     lab.good(&["upgrade", "--program", program.to_str().unwrap()]);
 }

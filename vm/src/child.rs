@@ -9,16 +9,20 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{ChildStderr, ChildStdout, Command, ExitStatus};
+use std::process::{ChildStderr, ChildStdout, Command, ExitStatus, Output};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 
-use crate::thread;
+use crate::qemu::start::no_process;
 
+pub mod halted;
 pub mod main_thread;
+
+/// Time for a child to become its program. It enters its cgroup before, and the program's file may be far away.
+const BEGIN: Duration = Duration::from_secs(20);
 
 /// Makes `command`'s process die with the thread that starts it and inherit `fds` at the numbers they have here.
 pub fn tie(command: &mut Command, fds: &[OwnedFd]) {
@@ -67,6 +71,13 @@ pub fn own_program() -> Command {
     command
 }
 
+/// What a program that failed has said on its standard error; of one that was killed, how it ended.
+pub fn words(output: &Output) -> String {
+    let words = String::from_utf8_lossy(&output.stderr);
+    let words = words.trim().trim_start_matches("tombolo: ");
+    if words.is_empty() { format!("its process ended: {}", output.status) } else { words.to_owned() }
+}
+
 /// The path under which a child that inherited `fd` opens it.
 pub fn inherited_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", fd.as_raw_fd())
@@ -94,19 +105,31 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// Starts `command` on the [main thread](main_thread).
+    /// Starts `command` on the [main thread](main_thread). Until the child has become its program that thread can start no other one, so
+    /// a child that does not get so far is killed.
     ///
     /// # Errors
-    /// Names the program.
+    /// Names the program, and why it has not begun.
     pub fn spawn(mut command: Command) -> anyhow::Result<Guarded> {
         let program = command.get_program().to_string_lossy().into_owned();
+        let mut why_late = None;
+        let mut late = || {
+            for child in Unbegun::all() {
+                why_late.get_or_insert_with(|| child.why());
+                child.handle.kill();
+            }
+        };
         // The parent's copies of the child's sockets must be closed after the start, or the parent never sees their end.
-        let spawned = main_thread::run(move || command.spawn());
+        let spawned = main_thread::run_watched(move || command.spawn(), BEGIN, &mut late);
         let spawned = spawned.ok_or_else(|| anyhow::anyhow!("{program} is not started: the project ends"))?;
         let mut child =
-            spawned.map_err(|e| anyhow::anyhow!("{program} can't be started: {}", thread::no_process(&e)))?;
+            spawned.map_err(|e| anyhow::anyhow!("{program} can't be started: {}", no_process(&e)))?;
         let pid = Pid::from_child(&child);
-        Ok(Guarded { pid, stdout: child.stdout.take(), stderr: child.stderr.take(), ended: None })
+        let child = Guarded { pid, stdout: child.stdout.take(), stderr: child.stderr.take(), ended: None };
+        match why_late {
+            None => Ok(child),
+            Some(why) => anyhow::bail!("{program} has not begun within {} s: {why}", BEGIN.as_secs()),
+        }
     }
 
     /// A child that an earlier program of this process has started and not reaped.
@@ -229,17 +252,36 @@ impl Drop for Guarded {
     }
 }
 
-/// Returns whether a process is stopped, by a signal (SIGSTOP) or a debugger.
-pub fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name, which is in parentheses and may contain some.
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+/// A child of the main thread that is still a copy of this process: it has not become its program.
+struct Unbegun {
+    pid: u32,
+    handle: Handle,
 }
 
-/// Why a process does not answer, where it is stopped, and what to do.
-pub fn stopped(pid: u32) -> Option<String> {
-    is_stopped(pid)
-        .then(|| format!("does not answer: process {pid} is stopped; to let it go on: kill -CONT {pid}"))
+impl Unbegun {
+    /// All of them; none where the kernel does not tell of children.
+    fn all() -> Vec<Unbegun> {
+        let main = std::process::id();
+        let children = std::fs::read_to_string(format!("/proc/self/task/{main}/children"));
+        let own = std::fs::read("/proc/self/cmdline").unwrap_or_default();
+        let unbegun = |pid: u32| {
+            let number = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
+            // What is read below is of the process that the handle refers to.
+            let pidfd = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty()).ok()?;
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+            (line == own).then_some(Unbegun { pid, handle: Handle { pidfd: Some(pidfd) } })
+        };
+        let children = children.unwrap_or_default();
+        children.split_whitespace().filter_map(|pid| unbegun(pid.parse().ok()?)).collect()
+    }
+
+    /// Why it has not begun, and the remedy.
+    fn why(&self) -> String {
+        match halted::of(self.pid) {
+            Some(halted) => format!("its process {halted}"),
+            None => "its file does not answer; look at the file system on which it lies".into(),
+        }
+    }
 }
 
 /// Refers to one process, never to another one that got its number.

@@ -94,13 +94,19 @@ impl Log {
 /// This process' log; none: the standard error.
 static OWN: Mutex<Option<Log>> = Mutex::new(None);
 
+/// The file with the words of a supervisor's panics; `dir` is its project's folder.
+pub fn panics(dir: &Path) -> PathBuf {
+    dir.join("supervisor.panic")
+}
+
 /// Sends what this process [says](crate::say) into a file, and what it writes to its standard error (a panic's words) into another.
 ///
 /// # Errors
 /// When the folder can't be written to.
 pub fn open(path: &Path) -> io::Result<()> {
-    let panics = File::create(path.with_extension("panic")).or_else(|_| File::create("/dev/null"))?;
-    rustix::stdio::dup2_stderr(&panics)?;
+    let words = panics(path.parent().unwrap_or(Path::new("/")));
+    let words = File::create(words).or_else(|_| File::create("/dev/null"))?;
+    rustix::stdio::dup2_stderr(&words)?;
     *OWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(Log::new(path));
     Ok(())
 }

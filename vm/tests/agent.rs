@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use tombolo_vm::guest::agent::Agent;
 use tombolo_vm::guest::exec::{Ended, Exec, Input, Stream, run};
+use tombolo_vm::guest::health::Checker;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -168,4 +169,31 @@ fn a_command_that_ignores_its_end_is_killed_with_all_that_it_started_in_a_guest_
         assert!(start.elapsed() < TIMEOUT, "{:?} of the agent live on, and {deepest}", left());
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+#[test]
+fn a_health_check_that_begins_when_nobody_waits_for_it_any_more_is_ended_before_the_next() {
+    let guest = Guest::new();
+    let dir = tempfile::tempdir().unwrap();
+    let pid = dir.path().join("pid");
+    let signal = |signal| {
+        rustix::process::kill_process(rustix::process::Pid::from_child(&guest.process), signal).unwrap();
+    };
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let mut checker = Checker::new(&guest.agent);
+    checker.check(&words(&["true"]), TIMEOUT).unwrap();
+    signal(rustix::process::Signal::STOP);
+    let endless = format!("echo $$ >'{0}.new'; mv '{0}.new' '{0}'; exec sleep 100000", pid.display());
+    let late = checker.check(&words(&["sh", "-c", &endless]), Duration::from_millis(200)).unwrap_err();
+    assert!(late.to_string().contains("did not answer"), "{late}");
+    signal(rustix::process::Signal::CONT);
+    let start = Instant::now();
+    while !pid.exists() {
+        assert!(start.elapsed() < TIMEOUT, "the agent does not begin it");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let process = std::fs::read_to_string(&pid).unwrap();
+    checker.check(&words(&["true"]), TIMEOUT).unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).unwrap_or_default();
+    assert!(stat.is_empty() || stat.contains(") Z "), "{stat}");
 }

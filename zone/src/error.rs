@@ -92,11 +92,21 @@ pub enum Error {
 impl Error {
     /// Wraps the last operating system error.
     pub fn last_os(what: impl Into<String>) -> Self {
-        Error::Io { what: what.into(), cause: io::Error::last_os_error() }
+        Error::io(what, io::Error::last_os_error())
     }
 
     /// Wraps an I/O error.
     pub fn io(what: impl Into<String>, cause: io::Error) -> Self {
-        Error::Io { what: what.into(), cause }
+        Error::Io { what: what.into(), cause: with_remedy(cause) }
     }
+}
+
+/// An error of the system; the remedy goes with one that a limit of the process explains.
+fn with_remedy(cause: io::Error) -> io::Error {
+    if cause.raw_os_error() == Some(libc::EFBIG) {
+        let text =
+            format!("{cause}; raise the limit on the size of files (ulimit -f, LimitFSIZE= of the unit)");
+        return io::Error::new(cause.kind(), text);
+    }
+    cause
 }

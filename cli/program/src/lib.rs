@@ -21,6 +21,7 @@ pub const EXECUTED_BY: &str = "TOMBOLO_PROGRAM";
 pub fn run<Arguments: Parser>(act: impl FnOnce(Arguments) -> anyhow::Result<ExitCode>) -> ExitCode {
     clap_complete::CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
     end_quietly_on_a_closed_pipe();
+    outlive_a_file_that_is_too_large();
     end(act(Arguments::parse()), |error| eprintln!("tombolo: {error:#}"))
 }
 
@@ -67,6 +68,13 @@ pub fn end_quietly_on_a_closed_pipe() {
         }
         others(panic);
     }));
+}
+
+/// A write beyond the limit on the size of files (`ulimit -f`, `LimitFSIZE=`) fails from here on, where it would end this process by SIGXFSZ: a log
+/// must not end what it tells of. Programs that are started afterwards inherit that.
+pub fn outlive_a_file_that_is_too_large() {
+    // SAFETY: the call changes the disposition of a signal, which no other part of the program has a handler for.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
 /// Writes a manual page of `command` and of each of its commands into `dir`.

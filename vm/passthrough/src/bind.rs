@@ -8,18 +8,19 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::address::Address;
 use crate::device::VFIO;
 use crate::host::{Host, link_name, text};
+use crate::lock;
 use crate::plan::Plan;
 
 /// The VM that a device was bound for, and its process.
@@ -73,6 +74,12 @@ pub struct Record {
     pub owner: Option<Owner>,
 }
 
+impl Record {
+    fn is_orphan(&self) -> bool {
+        self.owner.as_ref().is_some_and(|owner| !owner.is_alive())
+    }
+}
+
 /// A failure of a binding that was allowed.
 #[derive(Debug, Error)]
 pub enum BindError {
@@ -115,6 +122,16 @@ pub enum BindError {
     /// Open in a VM; unbinding would wait for ever.
     #[error("{0} is open in a VM: stop the VM first")]
     Open(Address),
+    /// A record that this program has not written.
+    #[error(
+        "the record {path} is damaged ({why}): see by 'lspci -k' that the device is where it belongs, then remove the record"
+    )]
+    Damaged {
+        /// The path of the device's record.
+        path: PathBuf,
+        /// The parser's words.
+        why: String,
+    },
     /// The folder of records.
     #[error("the record {path} cannot be kept: {source}")]
     Record {
@@ -156,6 +173,9 @@ impl Bus for Kernel {
     }
 }
 
+/// Time for another process to bind a device or to give it back.
+const HOLD: Duration = Duration::from_secs(60);
+
 /// The folder of records.
 #[derive(Debug, Clone)]
 pub struct Store {
@@ -183,14 +203,14 @@ impl Store {
         match fs::read(&path) {
             Ok(bytes) => serde_json::from_slice(&bytes)
                 .map(Some)
-                .map_err(|e| BindError::Record { path, source: io::Error::other(e) }),
+                .map_err(|e| BindError::Damaged { path, why: e.to_string() }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(source) => Err(BindError::Record { path, source }),
         }
     }
 
-    /// Every record.
-    pub fn all(&self) -> Result<Vec<Record>, BindError> {
+    /// The devices that have a record.
+    fn addresses(&self) -> Result<Vec<Address>, BindError> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -200,16 +220,24 @@ impl Store {
             .filter_map(|e| e.ok()?.file_name().to_str()?.strip_suffix(".json")?.parse().ok())
             .collect();
         addresses.sort();
-        addresses.into_iter().filter_map(|address| self.get(address).transpose()).collect()
+        Ok(addresses)
     }
 
-    /// Records whose owner has died.
-    pub fn orphans(&self) -> Result<Vec<Record>, BindError> {
-        Ok(self
-            .all()?
-            .into_iter()
-            .filter(|record| record.owner.as_ref().is_some_and(|owner| !owner.is_alive()))
-            .collect())
+    /// Every record.
+    pub fn all(&self) -> Result<Vec<Record>, BindError> {
+        self.addresses()?.into_iter().filter_map(|address| self.get(address).transpose()).collect()
+    }
+
+    /// Records whose owner has died, and why others can't be read.
+    pub fn orphans(&self) -> Result<(Vec<Record>, Vec<BindError>), BindError> {
+        let (mut orphans, mut failures) = (Vec::new(), Vec::new());
+        for address in self.addresses()? {
+            match self.get(address) {
+                Ok(record) => orphans.extend(record.filter(Record::is_orphan)),
+                Err(error) => failures.push(error),
+            }
+        }
+        Ok((orphans, failures))
     }
 
     fn put(&self, record: &Record) -> Result<(), BindError> {
@@ -228,13 +256,14 @@ impl Store {
     /// Keeps other processes from binding this device or giving it back, until the file is dropped.
     fn hold(&self, address: Address) -> Result<File, BindError> {
         let path = self.folder.join(format!("{address}.lock"));
-        let lock = || {
+        let hold = || {
             fs::create_dir_all(&self.folder)?;
-            let file = File::options().create(true).append(true).open(&path)?;
-            rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+            // Other users could lock what they can open.
+            let file = File::options().create(true).append(true).mode(0o600).open(&path)?;
+            lock::take(&file, &path, HOLD)?;
             io::Result::Ok(file)
         };
-        lock().map_err(|source| BindError::Record { path: path.clone(), source })
+        hold().map_err(|source| BindError::Record { path: path.clone(), source })
     }
 
     /// Refuses a device that a living process has taken for another VM.
@@ -347,9 +376,10 @@ pub struct Reclaimed {
 /// # Errors
 /// The records can't be read.
 pub fn reclaim(host: &Host, bus: &mut dyn Bus, store: &Store) -> Result<Reclaimed, BindError> {
-    let mut reclaimed = Reclaimed::default();
     let begun = Instant::now();
-    for record in store.orphans()? {
+    let (orphans, failures) = store.orphans()?;
+    let mut reclaimed = Reclaimed { given: Vec::new(), failures };
+    for record in orphans {
         let result = loop {
             match release(host, bus, store, record.address) {
                 // Only the device itself tells that it was let go of.
@@ -521,6 +551,21 @@ mod tests {
         let reclaimed = reclaim(&tree.host(), &mut failing, &store).unwrap();
         assert_eq!(reclaimed.given, vec![address("02:00.0"), address("02:00.1")]);
         assert!(matches!(reclaimed.failures[..], [BindError::Step { .. }]), "{:?}", reclaimed.failures);
+    }
+
+    #[test]
+    fn a_record_that_is_damaged_is_named_and_keeps_no_other_device() {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let mut bus = FakeBus::new(&tree);
+        let dead = Owner { vm: "dead".into(), process: 1, started: u64::MAX };
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&dead)).unwrap();
+        bound(&tree, &mut bus, &store, &["02:00.0"], Some(&dead)).unwrap();
+        fs::write(store.path(address("01:00.0")), "{\"address\": ").unwrap();
+        let reclaimed = reclaim(&tree.host(), &mut bus, &store).unwrap();
+        assert_eq!(reclaimed.given, vec![address("02:00.0"), address("02:00.1")]);
+        let said = reclaimed.failures[0].to_string();
+        assert!(said.contains("is damaged") && said.contains("lspci -k"), "{said}");
     }
 
     #[test]

@@ -12,6 +12,7 @@
 //! - [`device`]: what is known of a device and its group.
 //! - [`host`]: reads the devices from a root folder.
 //! - [`usage`]: what the host itself uses a device for.
+//! - [`lock`]: locks of files between processes.
 //! - [`mappings`]: the pages by which a VM's memory is mapped for its devices.
 //! - [`plan`]: what binding would do, or why not.
 //! - [`bind`]: carries a plan out, keeps records, gives devices back.
@@ -28,6 +29,7 @@ pub mod device;
 #[cfg(test)]
 mod fake;
 pub mod host;
+pub mod lock;
 pub mod mappings;
 pub mod plan;
 pub mod usage;

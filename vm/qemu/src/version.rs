@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The QEMU program and its version.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+
+use crate::start;
 
 /// The oldest QEMU that is supported, as (major, minor).
 pub const OLDEST: (u32, u32) = (7, 2);
@@ -43,9 +44,8 @@ impl Qemu {
     fn ask(program: PathBuf, limit: Duration) -> anyhow::Result<Qemu> {
         let mut command = Command::new(&program);
         let command = command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut asked = command.stderr(Stdio::null()).spawn().with_context(|| {
-            format!("{} can't be run; install the package qemu-system-x86", program.display())
-        })?;
+        let asked = command.stderr(Stdio::null()).spawn();
+        let mut asked = asked.map_err(|e| start::no_program(&program, "qemu-system-x86", &e))?;
         let begun = Instant::now();
         while asked.try_wait()?.is_none() {
             if begun.elapsed() >= limit {
@@ -55,13 +55,9 @@ impl Qemu {
             }
             std::thread::sleep(LOOK);
         }
-        let mut text = Vec::new();
-        // It fits into a pipe; what the program has left behind may keep the pipe open.
-        if let Some(mut said) = asked.stdout.take() {
-            text.resize(SAID, 0);
-            let n = said.read(&mut text)?;
-            text.truncate(n);
-        }
+        // It fits into a pipe.
+        let text =
+            asked.stdout.take().map(|said| start::left_in(said, SAID)).transpose()?.unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let version = parse(&text).with_context(|| {
             let said = text.lines().next().unwrap_or_default();

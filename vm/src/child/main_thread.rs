@@ -3,13 +3,16 @@
 //! that calls execve(2) survives that. So the main thread starts all children that last, and it is the one that becomes another program
 //! (see [`crate::project::upgrade`]).
 
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 type Job = Box<dyn FnOnce() + Send>;
 
 /// To the main thread of this process, while that serves.
 static JOBS: Mutex<Option<Sender<Option<Job>>>> = Mutex::new(None);
+/// The main thread does no more jobs.
+static ENDED: Condvar = Condvar::new();
 
 fn jobs() -> Option<Sender<Option<Job>>> {
     JOBS.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -33,6 +36,7 @@ impl Queue {
             job();
         }
         *JOBS.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        ENDED.notify_all();
     }
 }
 
@@ -44,15 +48,40 @@ pub fn end() {
     }
 }
 
+/// Waits at most `limit` until the main thread does no more jobs. Returns whether that is so: a job can be stuck in the kernel.
+pub fn has_ended_within(limit: Duration) -> bool {
+    let jobs = JOBS.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = ENDED.wait_timeout_while(jobs, limit, |jobs| jobs.is_some());
+    waited.unwrap_or_else(PoisonError::into_inner).0.is_none()
+}
+
 /// Does something on the main thread and waits for it; here, where no thread has [claimed](claim) the jobs. `None`: the process is about to
 /// end.
 pub fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    run_watched(job, Duration::MAX, &mut || ())
+}
+
+/// As [`run`]; calls `late` each time that the job has taken another `limit`. The jobs before it do not count.
+pub fn run_watched<T: Send + 'static>(
+    job: impl FnOnce() -> T + Send + 'static,
+    limit: Duration,
+    late: &mut dyn FnMut(),
+) -> Option<T> {
     let Some(jobs) = jobs() else { return Some(job()) };
+    let (begin, begun) = channel();
     let (sender, result) = channel();
     let job = move || {
-        // The thread that asked waits for this.
+        // The thread that asked waits for both.
+        let _waits = begin.send(());
         let _waits = sender.send(job());
     };
     jobs.send(Some(Box::new(job))).ok()?;
-    result.recv().ok()
+    begun.recv().ok()?;
+    loop {
+        match result.recv_timeout(limit) {
+            Ok(done) => return Some(done),
+            Err(RecvTimeoutError::Timeout) => late(),
+            Err(RecvTimeoutError::Disconnected) => return None,
+        }
+    }
 }

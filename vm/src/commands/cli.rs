@@ -265,7 +265,8 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
 
 /// One line or more on the standard output; who reads it may be gone, which is an error like any other.
 pub(crate) fn say(text: &str) -> std::io::Result<()> {
-    writeln!(std::io::stdout().lock(), "{}", crate::log::plain(text))
+    let written = writeln!(std::io::stdout().lock(), "{}", crate::log::plain(text));
+    written.map_err(|e| std::io::Error::new(e.kind(), format!("the output can't be written: {e}")))
 }
 
 /// The exit code of a request.

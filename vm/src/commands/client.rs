@@ -25,6 +25,7 @@ use crate::project::peer::{self, Peer};
 use crate::project::session::{self, Signals};
 use crate::project::silent;
 use crate::project::state::{self, StateDir};
+use crate::qemu::start::no_process;
 use crate::thread;
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
@@ -85,9 +86,10 @@ fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
             Ok(())
         });
     }
-    drop(command.spawn().map_err(|e| thread::no_process(&e)).context("the supervisor can't be started")?);
+    let started = command.spawn().map_err(|e| no_process(&e)).context("the supervisor can't be started")?;
     drop(theirs);
     let mut peer = Peer::new(ours);
+    peer.watch(started.id());
     let begun = peer.receive::<Event>().context("the supervisor ended before it said anything")?;
     match begun {
         Some(Event::Note { .. }) => Ok(Some(peer)),
@@ -266,7 +268,7 @@ pub fn follow(peer: &mut Peer, progress: &mut Progress, on: OnInterrupt) -> anyh
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
     })?;
-    let ended = follow_events(peer, progress, &interrupted);
+    let ended = follow_events(peer, progress, &interrupted, &left);
     if left.load(Ordering::Acquire) { Ok(Outcome::Left) } else { ended }
 }
 
@@ -274,6 +276,7 @@ fn follow_events(
     peer: &mut Peer,
     progress: &mut Progress,
     interrupted: &AtomicBool,
+    left: &AtomicBool,
 ) -> anyhow::Result<Outcome> {
     loop {
         let event = peer.receive::<Event>()?;
@@ -287,8 +290,9 @@ fn follow_events(
             }
             Some(Event::Failed { message }) => anyhow::bail!("{message}"),
             Some(_) => {}
+            None if left.load(Ordering::Acquire) => return Ok(Outcome::Left),
             None if interrupted.load(Ordering::Acquire) => return Ok(Outcome::Interrupted),
-            None => anyhow::bail!("the supervisor died; everything it had started is gone with it"),
+            None => return Err(peer.broken("the supervisor died; everything it had started is gone with it")),
         }
     }
 }
@@ -345,7 +349,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
             Some(Event::Done) => return code.context("the command's exit code is missing"),
             Some(Event::Failed { message }) => anyhow::bail!("{message}"),
             Some(_) => {}
-            None => anyhow::bail!("the supervisor died while the command ran"),
+            None => return Err(peer.broken("the supervisor died while the command ran")),
         }
     }
 }
@@ -363,7 +367,7 @@ pub fn console(project: &Project, vm: &str) -> anyhow::Result<()> {
     match peer.receive::<Event>()? {
         Some(Event::Done) => {}
         Some(Event::Failed { message }) => anyhow::bail!("{message}"),
-        _ => anyhow::bail!("the supervisor died"),
+        _ => return Err(peer.broken("the supervisor died")),
     }
     let (ahead, socket) = peer.into_raw();
     let raw = RawTerminal::enter()?;

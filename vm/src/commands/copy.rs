@@ -227,7 +227,7 @@ fn run(
                     return Err(why);
                 }
                 ended?;
-                anyhow::bail!("the supervisor died");
+                return Err(peer.broken("the supervisor died"));
             }
         }
     }

@@ -63,7 +63,7 @@ pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
             Some(Event::Done) => return code.context("the command's exit code is missing"),
             Some(Event::Failed { message }) => anyhow::bail!("{message}"),
             Some(_) => {}
-            None => anyhow::bail!("the supervisor died while the command ran"),
+            None => return Err(peer.broken("the supervisor died while the command ran")),
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 
@@ -82,7 +83,7 @@ pub fn up(options: UpOptions, json: bool) -> anyhow::Result<ExitCode> {
     let outcome = start(&project, wish, options.wait, json)?;
     if outcome == Outcome::Done {
         if !options.boot {
-            stopped::remove(&project, &vms)?;
+            note_started(&project, &vms)?;
         }
         if let Some(signals) = signals {
             return stay(&project, signals, json);
@@ -127,9 +128,13 @@ pub fn restart(options: RestartOptions, json: bool) -> anyhow::Result<ExitCode> 
     let vms = wish.vms.clone();
     let outcome = start(&project, wish, false, json)?;
     if outcome == Outcome::Done {
-        stopped::remove(&project, &vms)?;
+        note_started(&project, &vms)?;
     }
     finish(outcome)
+}
+
+fn note_started(project: &Project, vms: &[String]) -> anyhow::Result<()> {
+    stopped::remove(project, vms).context("the VMs are up, and that is not noted for the next boot")
 }
 
 fn declaring(file: &File) -> anyhow::Result<Project> {

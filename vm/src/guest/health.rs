@@ -11,6 +11,7 @@ use super::exec;
 use crate::compose::depends::HealthCheck;
 use crate::guest::agent::{Agent, Calls};
 use crate::machine::Machine;
+use crate::project::state::random_hex;
 
 /// The longest time between checks before the first one that succeeds.
 const EAGER: Duration = Duration::from_secs(5);
@@ -22,6 +23,16 @@ const LOOK: Duration = Duration::from_millis(50);
 const CHECK: &str = r#"exec 3>&1
 code=$({ { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | tail -c 4096 >&3; } 4>&1)
 exit "$code""#;
+
+/// Tells the processes whose command line begins with a mark ($1), which is in the first line of their script.
+const FIND: &str = r#"for process in /proc/[0-9]*; do
+	line=
+	read -r line <"$process/cmdline" || [ "$line" ] || continue
+	case $line in *"$1"*) echo "${process#/proc/}" ;; esac
+done 2>/dev/null"#;
+
+/// The most processes of one check that are looked for.
+const FOUND_MAX: usize = 8;
 
 /// The result of a VM's checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,9 +77,10 @@ pub fn go_on(machine: &Arc<Machine>, check: &HealthCheck, up: Duration) -> std::
 
 fn watch(machine: &Machine, check: &HealthCheck, up: Duration) {
     let begun = Instant::now();
+    let mut checker = Checker::new(machine.agent());
     let mut tally = Tally { health: machine.health().unwrap_or(Health::Starting), failures: 0 };
     while machine.is_up() {
-        let pass = run(machine.agent(), &check.command.0, check.timeout.0);
+        let pass = checker.check(&check.command.0, check.timeout.0);
         // A VM that is being stopped or reboots has no agent.
         if !machine.is_up() {
             return;
@@ -105,35 +117,92 @@ impl Tally {
     }
 }
 
-/// Runs one check; one that takes too long is killed with all that it started. An agent that does not answer within the check's time makes it fail.
-///
-/// # Errors
-/// When it fails, with what it said.
-fn run(agent: &Agent, command: &[String], limit: Duration) -> anyhow::Result<()> {
-    let mut arg: Vec<String> = ["-c", CHECK, "tombolo"].map(str::to_owned).to_vec();
-    arg.extend(command.iter().cloned());
-    let begun = Instant::now();
-    let pid = exec::start_within(agent, "/bin/sh", arg, Vec::new(), None, true, limit)?;
-    loop {
-        let status = agent.call(qga::guest_exec_status { pid }, limit)?;
-        if status.exited {
-            let code = exec::code_of(&status);
-            let words =
-                [status.out_data, status.err_data].into_iter().flatten().flatten().collect::<Vec<u8>>();
-            anyhow::ensure!(
-                code == 0,
-                "'{}' ended with {code}: {}",
-                command.join(" "),
-                String::from_utf8_lossy(&words).trim()
-            );
-            return Ok(());
-        }
-        if begun.elapsed() >= limit {
-            exec::kill(agent, pid)?;
-            anyhow::bail!("'{}' took longer than {} s", command.join(" "), limit.as_secs_f64());
-        }
-        std::thread::sleep(LOOK);
+/// Runs the checks of one VM.
+#[derive(Debug)]
+pub struct Checker<'a> {
+    agent: &'a Agent,
+    /// The marks of checks that may still run, or begin to: the agent has not answered.
+    late: Vec<String>,
+}
+
+/// A check that has failed.
+struct Failed {
+    why: anyhow::Error,
+    /// Its command may still run, or begin to.
+    may_run: bool,
+}
+
+impl Failed {
+    fn unseen(why: impl Into<anyhow::Error>) -> Failed {
+        Failed { why: why.into(), may_run: true }
     }
+}
+
+impl Checker<'_> {
+    /// For the VM with this agent.
+    pub fn new(agent: &Agent) -> Checker<'_> {
+        Checker { agent, late: Vec::new() }
+    }
+
+    /// Runs one check; one that takes too long is killed with all that it started. An agent that does not answer within the check's time makes it fail;
+    /// what it begins afterwards is killed before the next check.
+    ///
+    /// # Errors
+    /// When it fails, with what it said.
+    pub fn check(&mut self, command: &[String], limit: Duration) -> anyhow::Result<()> {
+        self.end_late(limit)?;
+        let mark = format!("tombolo-check-{}", random_hex(8));
+        self.run(&mark, command, limit).map_err(|failed| {
+            self.late.extend(failed.may_run.then_some(mark));
+            failed.why
+        })
+    }
+
+    fn end_late(&mut self, limit: Duration) -> anyhow::Result<()> {
+        while let Some(mark) = self.late.last() {
+            let found = exec::script(self.agent, FIND, &[mark], limit)?;
+            // A shell and its copies.
+            for process in found.out.split_whitespace().take(FOUND_MAX).filter_map(|pid| pid.parse().ok()) {
+                exec::kill(self.agent, process)?;
+            }
+            self.late.pop();
+        }
+        Ok(())
+    }
+
+    fn run(&self, mark: &str, command: &[String], limit: Duration) -> Result<(), Failed> {
+        let mut arg = ["-c", &format!(": {mark}\n{CHECK}"), "tombolo"].map(str::to_owned).to_vec();
+        arg.extend(command.iter().cloned());
+        let begun = Instant::now();
+        let pid = exec::start_within(self.agent, "/bin/sh", arg, Vec::new(), None, true, limit)
+            .map_err(Failed::unseen)?;
+        loop {
+            let status = self.agent.call(qga::guest_exec_status { pid }, limit).map_err(Failed::unseen)?;
+            if status.exited {
+                return judge(&status, command).map_err(|why| Failed { why, may_run: false });
+            }
+            if begun.elapsed() >= limit {
+                exec::kill(self.agent, pid).map_err(Failed::unseen)?;
+                let why =
+                    anyhow::anyhow!("'{}' took longer than {} s", command.join(" "), limit.as_secs_f64());
+                return Err(Failed { why, may_run: false });
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+fn judge(status: &qga::GuestExecStatus, command: &[String]) -> anyhow::Result<()> {
+    let code = exec::code_of(status);
+    let words =
+        [&status.out_data, &status.err_data].into_iter().flatten().flatten().copied().collect::<Vec<u8>>();
+    anyhow::ensure!(
+        code == 0,
+        "'{}' ended with {code}: {}",
+        command.join(" "),
+        String::from_utf8_lossy(&words).trim()
+    );
+    Ok(())
 }
 
 #[cfg(test)]
@@ -170,7 +239,7 @@ mod tests {
     fn an_agent_that_does_not_answer_fails_a_check_in_the_checks_time() {
         let agent = crate::guest::agent::tests::fake(|_, _| None);
         let begun = Instant::now();
-        let e = run(&agent, &["true".to_owned()], Duration::from_millis(100)).unwrap_err();
+        let e = Checker::new(&agent).check(&["true".to_owned()], Duration::from_millis(100)).unwrap_err();
         assert!(e.to_string().contains("did not answer guest-exec"), "{e}");
         assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
     }

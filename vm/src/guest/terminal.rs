@@ -53,7 +53,7 @@ command -v script >/dev/null || {
 looks=0
 until find_port; do
 	looks=$((looks + 1))
-	[ "$looks" -lt 500 ] || { echo "the guest does not see the port $port" >&2; exit 1; }
+	[ "$looks" -lt 3000 ] || { echo "the guest has not seen the terminal's port ($port) within a minute: it is too busy, try again" >&2; exit 1; }
 	sleep 0.02
 done
 exec 3<>"$node"

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
+use crate::child::halted;
 use crate::compose::VmSpec;
 use crate::project::state::StateDir;
 
@@ -61,6 +62,12 @@ impl Group {
         let made = find_parent()
             .and_then(|parent| enable(&parent, &controllers).map(|()| parent))
             .and_then(|parent| Group::below(&parent, &project, vm, spec));
+        if let Some(frozen) = made.as_ref().ok().and_then(|group| halted::frozen(group.path())) {
+            let group = frozen.display();
+            anyhow::bail!(
+                "vm.{vm}: the cgroup {group} is frozen, so QEMU would not begin there; echo 0 >{group}/cgroup.freeze"
+            );
+        }
         made.map(Some).with_context(|| {
             let key = if limited { "has cpu_limit or memory_limit" } else { "says isolate" };
             format!("vm.{vm} {key}, and there is no cgroup for it; {REMEDY}")

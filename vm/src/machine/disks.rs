@@ -9,9 +9,11 @@ use std::process::Command;
 
 use anyhow::Context;
 
+use crate::child;
 use crate::compose::VmSpec;
 use crate::compose::disks::{DiskSpec, Format};
 use crate::project::state::StateDir;
+use crate::qemu::start;
 
 /// The extension of overlays in a project's folder.
 const OVERLAY: &str = "overlay";
@@ -100,15 +102,14 @@ fn overlay(dir: &StateDir, vm: &str, n: usize, disk: &DiskSpec, format: Format) 
     let begun = dir.path().join(format!("{vm}.{n}.new.{OVERLAY}"));
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2", "-F", format.name(), "-b"]).arg(&disk.path).arg(&begun);
-    let output =
-        command.output().context("qemu-img, which makes overlays, can't be started; install qemu-utils")?;
+    let output = command.output().map_err(|e| start::no_program(Path::new("qemu-img"), "qemu-utils", &e))?;
     if !output.status.success() {
         // It may not have begun it.
         let _none = std::fs::remove_file(&begun);
         anyhow::bail!(
             "vm.{vm}.disks: no overlay over {} can be made: {}",
             disk.path.display(),
-            String::from_utf8_lossy(&output.stderr).trim()
+            child::words(&output)
         );
     }
     std::fs::rename(&begun, &path).with_context(|| path.display().to_string())?;

@@ -163,6 +163,8 @@ impl Machine {
             state: Mutex::new(left.state),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(left.cancelled),
+            // A VM that boots is not handed over.
+            again: false,
             reboots: left.reboots,
             restarts: left.restarts,
             attempt: left.attempt,

@@ -30,7 +30,7 @@ use crate::project::barrier::{BACKGROUND, Inside};
 use crate::project::zones::Invitation;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
-use crate::qemu::qmp::Qmp;
+use crate::qemu::qmp::{self, Qmp};
 
 /// Time for QEMU to fill memory that is bound to nodes: a terabyte takes minutes.
 const FILL: Duration = Duration::from_secs(1800);
@@ -208,6 +208,7 @@ impl Machine {
             state: Mutex::new(State::booting(zones)),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
+            again: start.again,
             reboots: start.before.map_or(0, |b| b.reboots + u32::from(!restarted)),
             restarts: start.before.map_or(0, |b| b.restarts + u32::from(restarted)),
             attempt: start.attempt.or(start.before.map(|b| b.attempt)).unwrap_or(0),
@@ -240,10 +241,15 @@ impl Machine {
                 Ok(())
             }
             Err(e) => {
+                // One that has ended by itself says how.
+                let ended = matches!(e, qmp::Error::Ended) && self.wait_end(QUIT);
                 self.process.kill();
                 self.wait_end(QUIT);
                 anyhow::ensure!(!self.cancelled.load(Ordering::Acquire), "cancelled");
-                Err(self.failure(&e.to_string()))
+                let how = self.lock().exit.clone().filter(|_| ended);
+                Err(self.failure(
+                    &how.map_or(e.to_string(), |how| format!("it ended before its monitor answered ({how})")),
+                ))
             }
         }
     }

@@ -102,6 +102,8 @@ pub struct Start<'a> {
     pub before: Option<&'a Machine>,
     /// Starts in a row by the restart policy, if that policy starts the VM.
     pub attempt: Option<u32>,
+    /// No command has asked for the start.
+    pub again: bool,
 }
 
 /// A VM that has been started.
@@ -122,6 +124,8 @@ pub struct Machine {
     state: Mutex<State>,
     changed: Condvar,
     cancelled: AtomicBool,
+    /// It has followed another machine of the same VM; see [`Machine::starts_by_itself`].
+    again: bool,
     reboots: u32,
     restarts: u32,
     attempt: u32,

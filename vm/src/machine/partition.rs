@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use tombolo_passthrough::bind::Owner;
+use tombolo_passthrough::lock;
 use tombolo_topology::cpus::CpuSet;
 
 use crate::machine::orphans::GivenBack;
@@ -31,6 +31,8 @@ const KIND: &str = "cpuset.cpus.partition";
 const FIRST_LINUX: (u32, u32) = (6, 7);
 /// Time for a QEMU that was killed together with its supervisor to end.
 const LETTING_GO: Duration = Duration::from_secs(30);
+/// Time for another process to change the exclusive CPUs of a cgroup. Any user can open that, and lock it.
+const LOCK: Duration = Duration::from_secs(20);
 
 /// The kernel's side.
 pub trait Cgroups {
@@ -284,7 +286,7 @@ fn exclusive(group: &Path) -> CpuSet {
 fn lock(group: &Path) -> anyhow::Result<File> {
     let highest = ancestors(group).pop().unwrap_or_else(|| group.to_owned());
     let file = File::open(&highest).with_context(|| highest.display().to_string())?;
-    rustix::fs::flock(&file, FlockOperation::LockExclusive)?;
+    lock::take(&file, &highest, LOCK).with_context(|| highest.display().to_string())?;
     Ok(file)
 }
 

@@ -10,7 +10,7 @@ use qapi::qmp;
 use serde_json::json;
 
 use super::Machine;
-use crate::qemu::qmp::Qmp;
+use crate::qemu::qmp::{Error, Qmp};
 
 /// Time for QEMU for each step.
 const STEP: Duration = Duration::from_secs(20);
@@ -47,8 +47,19 @@ impl Machine {
         let device = json!({
             "driver": "virtserialport", "id": name, "chardev": name, "name": name, "bus": "ports.0",
         });
-        qmp.execute_value("device_add", &device)?;
+        qmp.execute_value("device_add", &device).map_err(|e| self.explain(e))?;
         Ok(port)
+    }
+
+    /// A device for ports has 30 of them beside the one that Linux keeps for a console, and the agent has one.
+    fn explain(&self, refused: Error) -> anyhow::Error {
+        match refused {
+            Error::Refused { message, .. } if message.contains("Out-of-range port id") => anyhow::anyhow!(
+                "the VM '{}' has no port for another terminal: 29 are the most at a time; end one of them, or run the command without -t",
+                self.name()
+            ),
+            other => other.into(),
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Machine, Phase};
-use crate::child;
+use crate::child::halted;
 use crate::project::changes::Kind;
 use crate::project::journal;
 
@@ -67,7 +67,7 @@ impl Machine {
             return;
         }
         drop(state);
-        let asked = !child::is_stopped(self.pid)
+        let asked = halted::of(self.pid).is_none()
             && self.qmp().is_ok_and(|qmp| qmp.execute_within(qmp::cont {}, ANSWER).is_ok());
         if !asked {
             if let Some(stall) = &mut self.lock().stall {

@@ -202,6 +202,11 @@ impl Machine {
         }
     }
 
+    /// Returns whether the VM is booting again and no command waits for that: its guest reboots, or the supervisor or its policy starts it.
+    pub fn starts_by_itself(&self) -> bool {
+        self.again && self.lock().phase == Phase::Booting
+    }
+
     /// Notes that the end of the growth of its memory has been dealt with.
     pub fn set_grown(&self) {
         self.lock().grown = true;

@@ -8,7 +8,7 @@ use tombolo_topology::plan::VmPlan;
 
 use super::state::State;
 use super::{Machine, Phase};
-use crate::child;
+use crate::child::halted;
 use crate::project::control::VmStatus;
 
 /// A guest agent that owes an answer for so long is reported.
@@ -23,7 +23,7 @@ impl Machine {
         };
         let paused = || state.stall.as_ref().map(|stall| stall.why.clone());
         let lost = || (!state.losses.is_empty()).then(|| state.losses.join("; "));
-        child::stopped(self.pid)
+        halted::sentence(self.pid)
             .map(|text| format!("QEMU {text}"))
             .or_else(paused)
             .or_else(agent)

@@ -18,7 +18,7 @@ use anyhow::Context;
 use serde_json::Value;
 use tombolo_control::accel::Tenant;
 
-use crate::child;
+use crate::child::{self, halted};
 use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
@@ -28,6 +28,7 @@ use crate::project::control::{AccelStatus, AccelVm};
 use crate::project::keeper::{Keeper, Names, Part};
 use crate::project::owner::{Client, Owner};
 use crate::project::zones::{HostZone, Invitation};
+use crate::qemu::start::no_process;
 
 use server::{Server, lock, look};
 use slot::{Reach, Slot};
@@ -274,7 +275,7 @@ done"#;
                 let link = lock(&self.server.link).clone();
                 let answer = link.zip(pid).map(|(link, pid)| look(link, pid));
                 let (server, silent) = answer.map_or((None, None), |a| (a.as_ref().ok().cloned(), a.err()));
-                let trouble = pid.and_then(child::stopped).or(silent.map(str::to_owned));
+                let trouble = pid.and_then(halted::sentence).or(silent.map(str::to_owned));
                 (pid, starts, server, trouble)
             }
             Runs::In(owner) => {
@@ -412,11 +413,9 @@ pub fn devices() -> anyhow::Result<Vec<String>> {
     let mut command = crate::child::own_program();
     command.args(["accel", "devices"]).stdin(Stdio::null());
     child::tie(&mut command, &[]);
-    let output = command.output().context("'tombolo accel devices' can't be run")?;
-    if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr);
-        anyhow::bail!("{}", words.trim().trim_start_matches("tombolo: "));
-    }
+    let output =
+        command.output().map_err(|e| no_process(&e)).context("'tombolo accel devices' can't be run")?;
+    anyhow::ensure!(output.status.success(), "{}", child::words(&output));
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
 }
 

@@ -60,6 +60,11 @@ impl Barrier {
         Inside { barrier: self, number }
     }
 
+    /// The activities inside, in words.
+    pub fn inside(&self) -> Vec<String> {
+        self.lock().inside.values().cloned().collect()
+    }
+
     /// Closes the barrier and waits until no thread is inside.
     ///
     /// # Errors

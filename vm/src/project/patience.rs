@@ -11,21 +11,21 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::child::is_stopped;
+use crate::child::halted::{self, Halted};
 
 /// The pauses between two looks.
 const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(100)];
-/// Time for a stopped process to go on.
-const STOPPED: Duration = Duration::from_millis(500);
+/// Time for a stopped or frozen process to go on.
+const HALTED: Duration = Duration::from_millis(500);
 /// The longest wait for a process that waits for a CPU.
 const BUSY: Duration = Duration::from_secs(30);
 
 /// Why a process is given up.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum Silent {
-    /// By a signal or a debugger.
-    #[error("is stopped; to let it go on: kill -CONT {0}")]
-    Stopped(u32),
+    /// It is stopped, or frozen.
+    #[error("{0}")]
+    Halted(Halted),
     /// It sleeps or loops.
     #[error("lives and has not answered within {} s", .0.as_secs_f64())]
     Hangs(Duration),
@@ -58,11 +58,11 @@ pub struct Patience {
     process: u32,
     begun: Instant,
     looked: Instant,
-    /// `None`: without end, unless the process is stopped.
+    /// `None`: without end, unless the process is stopped or frozen.
     limit: Option<Duration>,
     /// The part of it that has passed.
     spent: Duration,
-    stopped_since: Option<Instant>,
+    halted_since: Option<Instant>,
     runnable: HashMap<u32, Seen>,
 }
 
@@ -77,7 +77,7 @@ impl Patience {
             looked: now,
             limit,
             spent: Duration::ZERO,
-            stopped_since: None,
+            halted_since: None,
             runnable,
         }
     }
@@ -96,9 +96,12 @@ impl Patience {
         // A longer time is one in which this process waited for a CPU.
         let passed = self.looked.elapsed().min(self.pause());
         self.looked = Instant::now();
-        self.stopped_since = is_stopped(self.process).then(|| self.stopped_since.unwrap_or(self.looked));
-        if self.stopped_since.is_some_and(|since| since.elapsed() >= STOPPED) {
-            return Err(Silent::Stopped(self.process));
+        let halted = halted::of(self.process);
+        self.halted_since = halted.is_some().then(|| self.halted_since.unwrap_or(self.looked));
+        if let (Some(halted), Some(since)) = (halted, self.halted_since) {
+            if since.elapsed() >= HALTED {
+                return Err(Silent::Halted(halted));
+            }
         }
         let Some(limit) = self.limit else { return Ok(()) };
         if self.waits_for_cpu() {
@@ -199,7 +202,10 @@ pub mod tests {
         let process = Processes::start(&["sleep", "1000"], 1);
         let stop = rustix::process::Signal::STOP;
         rustix::process::kill_process(rustix::process::Pid::from_child(&process.0[0]), stop).unwrap();
-        assert_eq!(given_up(process.first(), Duration::from_secs(60)), Silent::Stopped(process.first()));
+        assert_eq!(
+            given_up(process.first(), Duration::from_secs(60)),
+            Silent::Halted(Halted::Stopped(process.first()))
+        );
     }
 
     #[test]

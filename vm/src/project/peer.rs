@@ -100,10 +100,44 @@ impl Peer {
         Ok(())
     }
 
+    /// The error of a connection that has ended without an answer; `died` is that of a supervisor's death.
+    pub fn broken(&self, died: &str) -> anyhow::Error {
+        match (self.wait_ended(ANSWER), &self.reader.get_ref().watch) {
+            (Err(_), Some((supervisor, _))) => anyhow::anyhow!(
+                "the supervisor (process {}) lives, and has closed the connection before the answer; 'tombolo ps' shows what runs",
+                supervisor.pid
+            ),
+            _ => anyhow::anyhow!("{died}"),
+        }
+    }
+
+    /// The other end is a supervisor, which this process has started: it is watched as one that was found.
+    pub fn watch(&mut self, supervisor: u32) {
+        if let Ok(Some(process)) = open_process(supervisor) {
+            let watch = (Supervisor { pid: supervisor, process }, Patience::new(supervisor, None));
+            self.reader.get_mut().watch = Some(watch);
+        }
+    }
+
     /// Returns the bytes that were read ahead, and the socket.
     pub fn into_raw(self) -> (Vec<u8>, Arc<UnixStream>) {
         (self.reader.buffer().to_vec(), self.socket)
     }
+}
+
+/// Refuses a request that no supervisor would read.
+///
+/// # Errors
+/// It is too long, which only a compose file with long texts makes it.
+pub fn check_length(request: &Request) -> anyhow::Result<()> {
+    let length = serde_json::to_vec(request)?.len() as u64;
+    anyhow::ensure!(
+        length < LINE_MAX,
+        "the compose file with the texts in it has {}M, and {}M are possible; put long texts, such as cloud_init.user_data, into files of their own",
+        length >> 20,
+        LINE_MAX >> 20
+    );
+    Ok(())
 }
 
 /// Sends one message over `socket`.
@@ -178,6 +212,7 @@ fn readable(fd: &impl AsFd, limit: Duration) -> std::io::Result<bool> {
 /// # Errors
 /// When a supervisor lives and does not answer.
 pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>> {
+    check_length(request)?;
     match state::supervisor(&project.file)? {
         Some(found) => ask_found(&found, request),
         None => Ok(None),

@@ -94,6 +94,13 @@ impl Signals {
         }
     }
 
+    /// Returns whether there is one, and does not take it.
+    pub fn are_there(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut fds = [PollFd::new(&self.reader, PollFlags::IN)];
+        self.heard.load(Ordering::Acquire) || rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+    }
+
     /// Waits for one: true; false only when nothing can be heard any more.
     pub fn wait(&self) -> bool {
         let mut byte = [0];

@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::child;
+use crate::child::halted;
 use crate::qemu::cmdline;
 
 /// A VM's QEMU.
@@ -35,8 +35,8 @@ pub fn describe(supervisor: u32) -> String {
     let vms: Vec<String> = running(supervisor)
         .into_iter()
         .map(|Running { vm, process }| {
-            let stopped = if child::is_stopped(process) { ", stopped" } else { "" };
-            format!("{vm} (process {process}{stopped})")
+            let halted = halted::of(process).map(|halted| format!(", {}", halted.word())).unwrap_or_default();
+            format!("{vm} (process {process}{halted})")
         })
         .collect();
     if vms.is_empty() { "it runs no VM".into() } else { format!("it runs the VMs {}", vms.join(", ")) }

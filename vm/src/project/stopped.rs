@@ -6,14 +6,19 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use rustix::fs::FlockOperation;
+use tombolo_passthrough::lock;
 
 use crate::compose::Project;
 use crate::compose::restart::Restart;
 use crate::project::identity::Identity;
 use crate::project::state;
+
+/// Time for another command to change a list.
+const LOCK: Duration = Duration::from_secs(5);
 
 /// The VMs of this project that `down VM` has stopped and no command has started since.
 ///
@@ -77,13 +82,13 @@ fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
     Ok(())
 }
 
-/// Keeps other commands from changing lists until it is dropped.
+/// Keeps other commands from changing lists until it is dropped. Other users may open the folder, and what they can open they could lock.
 fn lock() -> io::Result<File> {
     let dir = dir();
     std::fs::create_dir_all(&dir).map_err(|e| state::at(&dir, &e))?;
-    let folder = File::open(&dir).map_err(|e| state::at(&dir, &e))?;
-    rustix::fs::flock(&folder, FlockOperation::LockExclusive)?;
-    Ok(folder)
+    let path = dir.join("lock");
+    let file = File::options().create(true).append(true).mode(0o600).open(&path);
+    file.and_then(|file| lock::take(&file, &path, LOCK).map(|()| file)).map_err(|e| state::at(&path, &e))
 }
 
 fn of_folder(project: &Project) -> Option<PathBuf> {

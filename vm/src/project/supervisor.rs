@@ -66,6 +66,11 @@ pub use upgrade::examine;
 
 /// The pause between two rounds of [`Supervisor::tend`].
 const TEND: Duration = Duration::from_secs(1);
+/// Time for the main thread to end.
+const END: Duration = Duration::from_secs(1);
+
+/// Starts a thread of this name; what is given makes its work.
+type StartThread<'a> = dyn Fn(&str, &dyn Fn() -> Box<dyn FnOnce() + Send>) -> std::io::Result<()> + 'a;
 
 struct Supervisor {
     dir: StateDir,
@@ -195,7 +200,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let begun = session::signals().and_then(|signals| {
         let supervisor = Arc::new(Supervisor::new(state, ownership, signals, project));
         supervisor.lock().requests = 1;
-        supervisor.attend_to_all()?;
+        supervisor.attend_to_all(&|name, work| thread::start(name, work()).map(drop))?;
         Ok(supervisor)
     });
     let supervisor = match begun {
@@ -214,6 +219,15 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     queue.serve();
     journal::close();
     Ok(())
+}
+
+/// Ends this process, also where the main thread is stuck in the start of a child. All that this process has started ends with it.
+fn end() {
+    main_thread::end();
+    if !main_thread::has_ended_within(END) {
+        journal::close();
+        std::process::exit(1);
+    }
 }
 
 /// Makes this process the project's supervisor. `None`: another process is the supervisor.
@@ -257,31 +271,37 @@ impl Supervisor {
         }
     }
 
-    /// Begins to hear commands and signals, and to look after zones.
-    fn attend_to_all(self: &Arc<Self>) -> std::io::Result<()> {
-        let own = self.clone();
-        thread::start("control", move || {
-            let admitting = own.clone();
-            let serve = Arc::new(move |connection| admitting.admit(connection));
-            reception::receive(
-                own.ownership.door.listener(),
-                &(serve as Arc<dyn Fn(Connection) + Send + Sync>),
-            );
-        })?;
-        let own = self.clone();
-        thread::start("signals", move || {
-            own.signals.wait_there();
-            // It ends with the process: there is nothing left to hand over.
-            let _inside = BACKGROUND.enter("the end of the project, by a signal");
-            if own.signals.wait() {
-                if let Err(e) = own.down_all(None) {
-                    crate::say!("{e:#}");
-                }
-                main_thread::end();
+    /// Begins to hear commands and signals, and to look after zones; `start` has each of them done on a thread.
+    fn attend_to_all(self: &Arc<Self>, start: &StartThread<'_>) -> std::io::Result<()> {
+        let on = |work: fn(&Arc<Self>)| {
+            let own = self.clone();
+            move || {
+                let own = own.clone();
+                Box::new(move || work(&own)) as Box<dyn FnOnce() + Send>
             }
-        })?;
-        let own = self.clone();
-        thread::start("tend", move || own.tend()).map(drop)
+        };
+        start("control", &on(Supervisor::receive))?;
+        start("signals", &on(Supervisor::hear_signals))?;
+        start("tend", &on(|own| own.tend()))
+    }
+
+    fn receive(self: &Arc<Self>) {
+        let admitting = self.clone();
+        let serve = Arc::new(move |connection| admitting.admit(connection));
+        let serve = serve as Arc<dyn Fn(Connection) + Send + Sync>;
+        reception::receive(self.ownership.door.listener(), &serve);
+    }
+
+    fn hear_signals(self: &Arc<Self>) {
+        self.signals.wait_there();
+        // It ends with the process: there is nothing left to hand over.
+        let _inside = BACKGROUND.enter("the end of the project, by a signal");
+        if self.signals.wait() {
+            if let Err(e) = self.down_all(None) {
+                crate::say!("{e:#}");
+            }
+            end();
+        }
     }
 
     /// Looks after zones for as long as the process lives.

@@ -28,6 +28,8 @@ use serde::{Deserialize, Serialize};
 use tombolo_zone::keep::{Keep, Kept};
 
 use crate::child;
+use crate::host;
+use crate::qemu::start;
 
 /// The version of the state. A program reads no other; it is raised when a program of before could take the state for something that it
 /// is not. A new key with a default is no reason.
@@ -35,6 +37,8 @@ pub const FORMAT: u32 = 1;
 /// Time for a new program to read the state.
 const EXAMINATION: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(5);
+/// Bytes of its words in an error.
+const WORDS: usize = 4096;
 
 /// The beginning of the state, the same in every version.
 #[derive(Debug, Serialize, Deserialize)]
@@ -60,8 +64,8 @@ impl Program {
     /// # Errors
     /// When it can't be opened.
     pub fn open(path: &Path) -> anyhow::Result<Program> {
-        let file =
-            File::open(path).with_context(|| format!("the program {} can't be opened", path.display()))?;
+        let file = host::open(path, host::Kind::File, false)
+            .with_context(|| format!("the program {} can't be opened", path.display()))?;
         let mut magic = [0; 4];
         let read = file.read_at(&mut magic, 0).unwrap_or(0);
         // Command runs what the kernel does not know by a shell.
@@ -141,10 +145,8 @@ impl Program {
         if status.success() {
             return Ok(());
         }
-        let mut words = Vec::new();
-        if let Some(said) = process.stderr.take() {
-            said.take(4096).read_to_end(&mut words)?;
-        }
+        let words =
+            process.stderr.take().map(|said| start::left_in(said, WORDS)).transpose()?.unwrap_or_default();
         let words = String::from_utf8_lossy(&words);
         let words = words.trim().trim_start_matches("tombolo: ");
         anyhow::bail!("{} can't go on with the project ({status}): {words}", self.path.display())

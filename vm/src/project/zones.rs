@@ -24,6 +24,7 @@ use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneCon
 
 use crate::compose::{Backing, Rights, Size, ZoneSpec, ZoneUse};
 use crate::project::losses::Losses;
+use crate::qemu::start::no_process;
 
 /// Size of the huge pages of `backing = "hugetlb"`, in bytes.
 const HUGE_PAGE: u64 = 2 << 20;
@@ -350,10 +351,10 @@ fn files_command(name: &str, zone: &Zone, what: &str, args: &[String]) -> anyhow
     command.args(["files", what]).arg(&inherited).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     crate::child::tie(&mut command, std::slice::from_ref(&memory));
-    let output = command.stderr(Stdio::piped()).output().context("'tombolo files' can't be run")?;
+    let output = command.stderr(Stdio::piped()).output();
+    let output = output.map_err(|e| no_process(&e)).context("'tombolo files' can't be run")?;
     if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr);
-        let words = words.trim().trim_start_matches("tombolo: ").replace(&inherited, name);
+        let words = crate::child::words(&output).replace(&inherited, name);
         anyhow::bail!("zone.{name}.files: {words}");
     }
     Ok(())

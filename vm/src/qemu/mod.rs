@@ -8,4 +8,4 @@ pub mod kvm;
 
 pub use tombolo_qemu::hypervisor::Hypervisor;
 pub use tombolo_qemu::version::Qemu;
-pub use tombolo_qemu::{qmp, tiny, version};
+pub use tombolo_qemu::{qmp, start, tiny, version};

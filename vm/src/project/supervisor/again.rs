@@ -166,6 +166,7 @@ impl Supervisor {
             zones: old.zones(),
             before: Some(old.clone()),
             attempt,
+            again: true,
             slow: old.layout().grown == 0,
             placement: old.placement().map(|placement| placement.plan),
             formats: old.formats().to_vec(),

@@ -14,6 +14,7 @@ use super::requests::SILENT;
 use super::turn::{Of, Turn};
 use super::{Beside, Reporter, Supervisor};
 use crate::machine::{Machine, Phase, disks, stop};
+use crate::project::barrier::REQUESTS;
 use crate::project::control::{Event, Stage};
 use crate::project::keeper;
 use crate::thread;
@@ -26,6 +27,10 @@ const CUT_OFF: Duration = Duration::from_secs(2);
 const OTHERS: Duration = Duration::from_secs(2);
 /// For the VMs that are stopped beside a command in the way. They give what it takes to kill those that are left when it has ended.
 const BESIDE: Duration = stop::LONGEST.saturating_sub(stop::KILL);
+/// For other requests to end when nothing runs any more: a client that does not read has less than that.
+const LAST: Duration = Duration::from_secs(3);
+/// The pause between two checks whether they have ended.
+const LOOK: Duration = Duration::from_millis(20);
 /// All of `down`: what comes before, the VMs at the same time, then switches and servers at the same time.
 const LONGEST: Duration = Duration::from_secs(30);
 /// For switches and servers.
@@ -47,7 +52,10 @@ impl Supervisor {
     /// Names VMs that are not there, and processes that don't die.
     pub(super) fn down(&self, vms: &[String], reporter: &Reporter) -> anyhow::Result<()> {
         if vms.is_empty() {
-            return self.down_all(Some(reporter));
+            let latest = Instant::now() + LONGEST;
+            self.down_all(Some(reporter))?;
+            self.await_others(Instant::now() + LAST, latest, reporter);
+            return Ok(());
         }
         for vm in vms {
             self.machine(vm)?;
@@ -68,11 +76,12 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for the turn to stop these VMs. Commands about others are not in the way.
+    /// Waits for the turn to stop these VMs. Commands about others are not in the way, and a start that no command asked for is cut short.
     ///
     /// # Errors
     /// One about these does not end.
     fn turn_of(&self, vms: &BTreeSet<String>, reporter: &Reporter) -> anyhow::Result<Turn<'_>> {
+        self.cancel(|machine| vms.contains(machine.name()) && machine.starts_by_itself());
         let turn = self.changing.take_within(Of::Vms(vms), SILENT).or_else(|| {
             let text = format!(
                 "another command is starting or stopping this VM; this one waits for its end, at most {} s",
@@ -100,6 +109,22 @@ impl Supervisor {
         // If the stop failed, the user may start VMs again.
         self.ending.store(stopped.is_ok(), Ordering::Release);
         stopped
+    }
+
+    /// Waits for the end of other requests when nothing runs any more. One that is stuck, as in a file system that does not answer, keeps this process no
+    /// longer than that: it can't start anything now.
+    fn await_others(&self, until: Instant, latest: Instant, reporter: &Reporter) {
+        while self.lock().requests > 1 {
+            if Instant::now() >= until.min(latest) {
+                let others: Vec<String> =
+                    REQUESTS.inside().into_iter().filter(|what| what != "down").collect();
+                let text = format!("the supervisor ends, though this does not: {}", others.join(", "));
+                reporter.send(&Event::Note { text });
+                self.lock().withdrawn = true;
+                return;
+            }
+            std::thread::sleep(LOOK);
+        }
     }
 
     fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {

@@ -37,6 +37,8 @@ pub(super) struct Wanted {
     pub(super) before: Option<Arc<Machine>>,
     /// Starts in a row by the restart policy, if that policy starts the VM.
     pub(super) attempt: Option<u32>,
+    /// No command has asked for the start.
+    pub(super) again: bool,
     /// Give the VM all memory at its start, whatever the compose file says.
     pub(super) slow: bool,
     pub(super) placement: Option<VmPlan>,
@@ -93,6 +95,7 @@ impl Supervisor {
             zones,
             before,
             attempt,
+            again,
             slow,
             placement,
             formats,
@@ -123,6 +126,7 @@ impl Supervisor {
             dir: &self.dir,
             before: before.as_deref(),
             attempt,
+            again,
         };
         let own = self.clone();
         let ended = move |machine: &Arc<Machine>, exit, inside| own.ended(machine, exit, inside);

@@ -2,13 +2,15 @@
 //! Requests of clients: each is read, carried out and answered on a thread of its own.
 
 use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::reception::Connection;
 use super::{Supervisor, lasting, turn};
-use crate::child::main_thread;
 use crate::guest::exec::Exec;
+use crate::log;
 use crate::machine::Machine;
 use crate::project::barrier::Inside;
 use crate::project::control::{Event, Request, Stage};
@@ -72,6 +74,27 @@ impl Reporter {
     }
 }
 
+/// What the client of a request that has been carried out still gets.
+#[derive(Debug)]
+enum Sequel {
+    Answer,
+    /// The connection was a console.
+    Nothing,
+}
+
+/// Does the work of a request. A panic in it is the request's error, and the project goes on; its words are in `dir`.
+///
+/// # Errors
+/// Those of the work.
+fn unpanicked<T>(dir: &Path, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        anyhow::bail!(
+            "a fault of tombolo ended this command, and the project runs on; {} has the words for a report",
+            log::panics(dir).display()
+        )
+    })
+}
+
 impl Supervisor {
     /// Serves the command that started this process.
     pub(super) fn begin(self: &Arc<Self>, mut peer: Peer, inside: Inside) {
@@ -128,13 +151,33 @@ impl Supervisor {
     /// Carries out a request, and sends its result.
     fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter, inside: Inside) {
         reporter.send(&Event::Heard);
-        let result = match request {
-            Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, &reporter),
+        let result = unpanicked(self.dir.path(), || self.carry_out(request, peer, &reporter, inside));
+        // A client that has its answer must find no trace of a supervisor that has nothing left to do.
+        let idle = self.leave();
+        match result {
+            Ok(Sequel::Answer) => reporter.send(&Event::Done),
+            Ok(Sequel::Nothing) => {}
+            Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
+        }
+        if idle {
+            super::end();
+        }
+    }
+
+    fn carry_out(
+        self: &Arc<Self>,
+        request: Request,
+        peer: Peer,
+        reporter: &Reporter,
+        inside: Inside,
+    ) -> anyhow::Result<Sequel> {
+        let done = match request {
+            Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, reporter),
             Request::Plan { project, wish } => {
                 reporter.send(&self.planned(*project, &wish));
                 Ok(())
             }
-            Request::Down { vms } => self.down(&vms, &reporter),
+            Request::Down { vms } => self.down(&vms, reporter),
             Request::Ps => {
                 reporter.send(&Event::Status(Box::new(self.status())));
                 Ok(())
@@ -149,32 +192,21 @@ impl Supervisor {
                 }
             }),
             Request::Console { vm } => {
-                match self.machine(&vm).and_then(|m| Ok((session::watch(&m, peer, RECENT)?, m))) {
-                    Ok((socket, machine)) => {
-                        self.lasting.type_all(&machine, &socket, Some(inside));
-                        return self.leave_unanswered();
-                    }
-                    Err(e) => Err(e),
-                }
+                let machine = self.machine(&vm)?;
+                let socket = session::watch(&machine, peer, RECENT)?;
+                self.lasting.type_all(&machine, &socket, Some(inside));
+                return Ok(Sequel::Nothing);
             }
             Request::Upgrade { program, seconds } => {
-                self.upgrade(program.as_deref(), seconds, peer, &reporter, inside)
+                self.upgrade(program.as_deref(), seconds, peer, reporter, inside)
             }
             Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
-                self.attach(&zone, &vm, rights, mount.as_deref(), &peer.socket(), &reporter)
+                self.attach(&zone, &vm, rights, mount.as_deref(), &peer.socket(), reporter)
             }
-            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &peer.socket(), &reporter),
+            Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &peer.socket(), reporter),
         };
-        // A client that has its answer must find no trace of a supervisor that has nothing left to do.
-        let idle = self.leave();
-        match result {
-            Ok(()) => reporter.send(&Event::Done),
-            Err(e) => reporter.send(&Event::Failed { message: format!("{e:#}") }),
-        }
-        if idle {
-            main_thread::end();
-        }
+        done.map(|()| Sequel::Answer)
     }
 
     /// Counts a request that begins. Returns false if this supervisor is about to end.
@@ -189,7 +221,7 @@ impl Supervisor {
     /// Ends a request that has no answer.
     pub(super) fn leave_unanswered(&self) {
         if self.leave() {
-            main_thread::end();
+            super::end();
         }
     }
 
@@ -228,5 +260,17 @@ impl Supervisor {
                 "cancelled while it waited for another command; nothing was begun"
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_panics_has_an_error_that_names_the_place_of_the_words() {
+        let done = unpanicked::<()>(Path::new("/run/p"), || panic!("on purpose"));
+        assert!(done.unwrap_err().to_string().contains("; /run/p/supervisor.panic has the words"));
+        assert_eq!(unpanicked(Path::new("/run/p"), || Ok(3)).unwrap(), 3);
     }
 }

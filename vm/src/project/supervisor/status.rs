@@ -2,7 +2,7 @@
 //! The answer to `tombolo ps`.
 
 use super::{Inner, Supervisor};
-use crate::child;
+use crate::child::halted;
 use crate::compose::{Backing, ZoneSpec};
 use crate::project::control::{NetStatus, PortStatus, Status, ZoneStatus};
 use crate::project::network::Network;
@@ -93,7 +93,7 @@ fn network_status(name: &str, network: &Network) -> NetStatus {
         subnet: network.spec().subnet.map(|s| s.to_string()),
         pid,
         starts,
-        trouble: pid.and_then(child::stopped),
+        trouble: pid.and_then(halted::sentence),
         control: network.control(),
         ports: ports.collect(),
     }

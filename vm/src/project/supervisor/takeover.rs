@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::os::fd::RawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -33,6 +33,10 @@ use crate::project::session;
 use crate::project::state::StateDir;
 use crate::project::upgrade;
 use crate::project::zones::HostZone;
+use crate::thread;
+
+/// Time for threads to be had that this process needs for the parts of the project.
+const ROOM: Duration = Duration::from_secs(60);
 
 /// The answer to the upgrade.
 struct Answer {
@@ -48,7 +52,8 @@ struct Answer {
 /// Goes on as the supervisor that this process was in another program; `refused`: why another one did not.
 ///
 /// # Errors
-/// When the project has no door any more, or memory or threads run out: the process ends then, and with it all that it has started.
+/// When the project has no door any more, memory runs out, or no VM is left for which a thread is waited for: the process ends then, and with it all
+/// that it has started.
 pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     let queue = main_thread::claim();
     // By the descriptor under which it was started it would be a number.
@@ -73,14 +78,28 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
         losses: Losses::default(),
     };
     let lasting = std::mem::take(&mut state.lasting);
+    // The program before has had them. Without them parts are lost.
+    if let Err(e) = thread::await_room(state.threads, ROOM) {
+        crate::say!("{e}");
+    }
     let supervisor = Supervisor::take_over(state, &mut answer.losses)?;
     // While no other thread works: one that holds a lock may wait for a process that only this thread can start.
     supervisor.go_on(lasting, &mut answer.losses);
     drop(standstill);
-    supervisor.attend_to_all()?;
-    let own = supervisor.clone();
+    // If this process ended, its VMs would end too.
+    let waits = || supervisor.has_vms() && !supervisor.signals.are_there();
+    let start =
+        |name: &str, work: &dyn Fn() -> Box<dyn FnOnce() + Send>| thread::start_at_last(name, work, &waits);
+    supervisor.attend_to_all(&start)?;
+    let answer = Arc::new(Mutex::new(Some(answer)));
     // It may end what takes the main thread to end.
-    crate::thread::start("request", move || own.report_upgrade(answer))?;
+    start("request", &|| {
+        let (own, answer) = (supervisor.clone(), answer.clone());
+        Box::new(move || {
+            let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
+            answer.into_iter().for_each(|answer| own.report_upgrade(answer));
+        })
+    })?;
     queue.serve();
     journal::close();
     Ok(())
@@ -139,6 +158,11 @@ impl Supervisor {
         Ok(supervisor)
     }
 
+    /// Returns whether a VM runs.
+    fn has_vms(&self) -> bool {
+        self.lock().machines.values().any(|machine| !machine.has_ended())
+    }
+
     /// Ends processes that the program before has started and no part has taken over.
     fn end_strangers(&self) {
         let known: BTreeSet<u32> = {
@@ -154,7 +178,7 @@ impl Supervisor {
                     crate::say!("process {} is no part's any more and is killed", other.pid());
                     // One that does not die is waited for by nobody else.
                     let ended = move || other.kill();
-                    let _not_had = crate::thread::start("end", ended);
+                    let _not_had = thread::start("end", ended);
                 }
             }
             // Not each kernel tells of children (CONFIG_PROC_CHILDREN).
@@ -189,7 +213,7 @@ impl Supervisor {
     fn follow_up_on(self: &Arc<Self>, machine: Arc<Machine>, losses: &mut Losses) {
         let (own, name) = (self.clone(), machine.name().to_owned());
         let ended = move || own.follow_up(&machine, machine.sequel());
-        if let Err(e) = crate::thread::start("follow-up", ended) {
+        if let Err(e) = thread::start("follow-up", ended) {
             losses.note_for(&name, format!("does not start again by itself ({e}); to start it: tombolo up"));
         }
     }
@@ -233,7 +257,7 @@ impl Supervisor {
             send(Event::Failed { message: text });
         }
         if idle {
-            main_thread::end();
+            super::end();
         }
     }
 
@@ -262,7 +286,7 @@ impl Supervisor {
                 })
             }
         };
-        crate::thread::start("request", serve)?;
+        thread::start("request", serve)?;
         Ok(())
     }
 }

@@ -221,6 +221,7 @@ fn wanted(
         hypervisor: hypervisors[&name],
         before: None,
         attempt: None,
+        again: false,
         slow: false,
         placement: placements.remove(&name),
         formats: Vec::new(),

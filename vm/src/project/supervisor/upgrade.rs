@@ -64,6 +64,9 @@ pub(super) struct State {
     pub(super) lasting: Vec<(Kept, What)>,
     #[serde(default)]
     pub(super) confined: super::services::Confined,
+    /// The number of threads of the process.
+    #[serde(default)]
+    pub(super) threads: usize,
 }
 
 /// One upgrade at a time.
@@ -116,7 +119,7 @@ impl Supervisor {
         }
         // This request is none that is waited for.
         drop(inside);
-        let until = Instant::now() + Duration::from_secs(seconds);
+        let (begun, longest) = (Instant::now(), Duration::from_secs(seconds));
         let (mut examined, mut told) = (false, false);
         loop {
             let Busy(what) = self.try_upgrade(&next, &own, &socket, &mut examined)?;
@@ -126,7 +129,7 @@ impl Supervisor {
             anyhow::ensure!(!session::has_gone(&socket), "cancelled; the project '{name}' runs on as it did");
             let what = what.join(", ");
             anyhow::ensure!(
-                Instant::now() < until,
+                begun.elapsed() < longest,
                 "the project '{name}' is busy, so it runs on as it did; to be ended first: {what}"
             );
             if !std::mem::replace(&mut told, true) {
@@ -243,6 +246,7 @@ impl Supervisor {
             journal: journal::entries(),
             lasting: self.lasting.hand_over(keep),
             confined: self.confined.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            threads: std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count),
         };
         Ok((state, doorbells))
     }
