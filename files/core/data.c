@@ -40,6 +40,8 @@ static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb
 {
 	if (++*runs > 2 * (fs->blocks + 1))
 		return tfs_damage(fs, "file without end", fblock, *runs);
+	if (tfs_long_loop(fs, *runs))
+		return -EINTR;
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
 }
 

@@ -95,6 +95,20 @@ static inline int tfs_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u6
 	return -EUCLEAN;
 }
 
+/* Steps of a loop between two yields. */
+#define TFS_STEPS 16u
+/*
+ * Called at step n of a loop that may be long, above all where damage or a hostile member can make it so: yields the CPU now and then. -EINTR: the
+ * caller was killed, and the loop should end.
+ */
+static inline int tfs_long_loop(struct tfs *fs, tmb_u64 n)
+{
+	if (n % TFS_STEPS != TFS_STEPS - 1)
+		return 0;
+	tfs_os_yield();
+	return tfs_os_killed(fs) ? -EINTR : 0;
+}
+
 /* alloc.c: the block map */
 /* Tags up to 'want' contiguous free blocks. goal: where to look first (0: anywhere). -ENOSPC. */
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! FUSE mounts of one zone by several processes, each a member. Needs root and /dev/fuse.
 
+use std::ffi::CString;
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -615,6 +617,82 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
             fs::remove_file(&path).expect("unlink");
         }
     }
+}
+
+/// By the calls of chattr(1) and lsattr(1). Before the kernel sets flags it asks for `struct fsxattr`.
+#[test]
+fn chattr_makes_files_and_folders_of_a_mount_immutable_and_append_only() {
+    const GETFLAGS: libc::c_ulong = 0x8008_6601;
+    const SETFLAGS: libc::c_ulong = 0x4008_6602;
+    const FSGETXATTR: libc::c_ulong = 0x801c_581f;
+    const FSSETXATTR: libc::c_ulong = 0x401c_5820;
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let (file, folder) = (alone.at.join("file"), alone.at.join("folder"));
+    fs::write(&file, b"old").expect("write");
+    fs::create_dir(&folder).expect("mkdir");
+    let call = |path: &Path, call: libc::c_ulong, value: &mut [u32; 7]| {
+        let file = fs::File::open(path).expect("open");
+        // SAFETY: an open file, and a buffer as long as the largest of these calls needs.
+        match unsafe { libc::ioctl(file.as_raw_fd(), call, value.as_mut_ptr()) } {
+            0 => Ok(value[0]),
+            _ => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)),
+        }
+    };
+    let set = |path: &Path, flags: u32| call(path, SETFLAGS, &mut [flags, 0, 0, 0, 0, 0, 0]).map(drop);
+    // As FS_IOC_GETFLAGS and as FS_IOC_FSGETXATTR name the flags.
+    let get = |path: &Path| [GETFLAGS, FSGETXATTR].map(|which| call(path, which, &mut [0; 7]));
+    for path in [&file, &folder] {
+        assert_eq!(set(path, 0x10), Ok(()));
+        assert_eq!(get(path), [Ok(0x10), Ok(0x8)]);
+        let refused = match path == &file {
+            true => fs::write(path, b"new").map(drop),
+            false => fs::write(path.join("in"), b"new").map(drop),
+        };
+        assert_eq!(refused.expect_err("immutable").raw_os_error(), Some(libc::EPERM));
+        assert_eq!(set(path, 0x20), Ok(()));
+        assert_eq!(get(path), [Ok(0x20), Ok(0x10)]);
+        assert_eq!(set(path, 0x40), Err(libc::EOPNOTSUPP), "no flag of this file system");
+        assert_eq!(call(path, FSSETXATTR, &mut [0x8, 0, 0, 0, 0, 0, 0]), Ok(0x8));
+        assert_eq!(get(path), [Ok(0x10), Ok(0x8)]);
+        assert_eq!(call(path, FSSETXATTR, &mut [0x8, 0, 0, 9, 0, 0, 0]), Err(libc::EOPNOTSUPP), "a project");
+        assert_eq!(set(path, 0), Ok(()));
+    }
+    fs::write(&file, b"new").expect("write");
+}
+
+/// As local file systems refuse them, and the kernel of a guest.
+#[test]
+fn names_of_attributes_that_no_other_member_could_use_are_refused() {
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let path = alone.at.join("f");
+    fs::write(&path, b"x").expect("write");
+    let c_path = CString::new(path.as_os_str().as_bytes()).expect("a path");
+    let code = |ret: isize| match ret {
+        -1 => std::io::Error::last_os_error().raw_os_error(),
+        _ => None,
+    };
+    let mut value = [0u8; 8];
+    let mut tried = |name: &std::ffi::CStr| {
+        let (path, name) = (c_path.as_ptr(), name.as_ptr());
+        // SAFETY: terminated strings, and a buffer with its length.
+        unsafe {
+            [
+                code(libc::setxattr(path, name, value.as_ptr().cast(), 8, 0) as isize),
+                code(libc::getxattr(path, name, value.as_mut_ptr().cast(), 8)),
+                code(libc::removexattr(path, name) as isize),
+            ]
+        }
+    };
+    assert_eq!(tried(c"user.a"), [None; 3]);
+    assert_eq!(tried(c"user."), [Some(libc::EINVAL); 3]);
+    for name in [c"user", c"bogus.a", c"system.a"] {
+        assert_eq!(tried(name), [Some(libc::EOPNOTSUPP); 3], "{name:?}");
+    }
+    // SAFETY: terminated strings.
+    let removed = unsafe { libc::removexattr(c_path.as_ptr(), c"system.posix_acl_access".as_ptr()) };
+    assert_eq!(code(removed as isize), None, "an ACL that is not there");
 }
 
 #[test]

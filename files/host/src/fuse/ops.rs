@@ -200,8 +200,9 @@ impl Server {
             op::SETXATTR => self.setxattr(h, c),
             op::GETXATTR => {
                 let (size, _) = (u32s(&mut c)?, u32s(&mut c)?);
-                let value = self.fs.xattr_get(self.nodes.handle(h.node), c.name().ok_or_else(short)?)?;
-                sized(value, size)
+                let name = c.name().ok_or_else(short)?;
+                check_xattr_name(name)?;
+                sized(self.fs.xattr_get(self.nodes.handle(h.node), name)?, size)
             }
             op::LISTXATTR => {
                 let size = u32s(&mut c)?;
@@ -218,14 +219,13 @@ impl Server {
             }
             op::REMOVEXATTR => {
                 let name = c.name().ok_or_else(short)?;
-                if self.fs.getattr(self.nodes.handle(h.node))?.flags
-                    & (sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND)
-                    != 0
-                {
-                    return Err(Errno::PERM);
+                check_xattr_name(name)?;
+                self.refuse_protected(&self.fs.getattr(self.nodes.handle(h.node))?, true)?;
+                match self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, None) {
+                    // As in local file systems: no ACL is left.
+                    Err(Errno::NODATA) if name == acl::ACCESS || name == acl::DEFAULT => empty(),
+                    done => done.and_then(|()| empty()),
                 }
-                self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, None)?;
-                empty()
             }
             op::FALLOCATE => self.fallocate(h, c),
             op::LSEEK => {
@@ -518,6 +518,7 @@ impl Server {
         let (size, flags, ext, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let name = c.name().ok_or_else(short)?;
         let value = c.bytes(size as usize).ok_or_else(short)?;
+        check_xattr_name(name)?;
         let attr = self.fs.getattr(self.nodes.handle(h.node))?;
         self.refuse_protected(&attr, true)?;
         if name == acl::ACCESS {
@@ -544,36 +545,22 @@ impl Server {
                 return Err(Errno::ACCESS);
             }
             Acl::parse(value).ok_or(Errno::INVAL)?;
-        } else if ![&b"user."[..], b"trusted.", b"security."].iter().any(|p| name.starts_with(p)) {
-            return Err(Errno::OPNOTSUPP);
         }
         self.fs.xattr_set(self.nodes.handle(h.node), name, Some(value), flags, None)?;
         empty()
     }
+}
 
-    fn ioctl(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
-        let (_fh, _flags, cmd, _arg) = (u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u64s(&mut c)?);
-        let (in_size, _out_size) = (u32s(&mut c)?, u32s(&mut c)?);
-        let mut out = Out::new();
-        out.u32(0).u32(0).u32(0).u32(0);
-        match cmd {
-            abi::FS_IOC_GETFLAGS => {
-                out.u32(self.fs.getattr(self.nodes.handle(h.node))?.flags);
-            }
-            abi::FS_IOC_SETFLAGS if in_size >= 4 => {
-                let flags = u32s(&mut c)?;
-                if flags & !(sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND) != 0 {
-                    return Err(Errno::OPNOTSUPP);
-                }
-                self.fs.setattr(
-                    self.nodes.handle(h.node),
-                    sys::TFS_SET_FLAGS,
-                    &Attr { flags, ..Attr::default() },
-                )?;
-            }
-            _ => return Err(Errno::NOTTY),
-        }
-        Ok(Reply::Body(out))
+/// Refuses the name of an extended attribute that a guest's kernel would refuse.
+fn check_xattr_name(name: &[u8]) -> Result<()> {
+    if name == acl::ACCESS || name == acl::DEFAULT {
+        return Ok(());
+    }
+    let rest = [&b"user."[..], b"trusted.", b"security."].iter().find_map(|space| name.strip_prefix(*space));
+    match rest {
+        None => Err(Errno::OPNOTSUPP),
+        Some([]) => Err(Errno::INVAL),
+        Some(_) => Ok(()),
     }
 }
 
@@ -581,7 +568,7 @@ pub(super) fn u32s(c: &mut Cursor<'_>) -> Result<u32> {
     c.u32().ok_or_else(short)
 }
 
-fn u64s(c: &mut Cursor<'_>) -> Result<u64> {
+pub(super) fn u64s(c: &mut Cursor<'_>) -> Result<u64> {
     c.u64().ok_or_else(short)
 }
 
