@@ -394,6 +394,11 @@ static inline tmb_u64 tfs_free_state(tmb_u64 state_gen)
 {
 	return ((state_gen >> TFS_GEN_SHIFT) + 1) << TFS_GEN_SHIFT;
 }
+/* As Linux does it: S_ISGID without group execution is a mark for mandatory locking, and stays. */
+static inline tmb_u64 tfs_without_set_id(tmb_u64 mode)
+{
+	return mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0));
+}
 static inline void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data) /* ctime, version; mtime if data */
 {
 	if (data)

@@ -125,6 +125,31 @@ fn what_one_mount_did_the_other_sees_at_once() {
     }
 }
 
+/// The kernel of the first mount does not learn of the second's change, as the file stays open.
+#[test]
+fn who_has_a_file_open_that_another_mount_gives_away_can_change_it_no_more_than_a_stranger() {
+    let rig = Rig::new();
+    let path = rig.at("a/f");
+    fs::write(&path, b"x").expect("write");
+    std::os::unix::fs::chown(&path, Some(1000), Some(1000)).expect("chown");
+    let file = fs::OpenOptions::new().write(true).open(&path).expect("open");
+    assert_eq!(file.metadata().expect("stat").uid(), 1000);
+    std::os::unix::fs::chown(rig.at("b/f"), Some(0), Some(0)).expect("chown");
+    let code = in_child(|| {
+        // SAFETY: plain calls of a child with one thread.
+        unsafe {
+            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setgid(1000) != 0 || libc::setuid(1000) != 0
+            {
+                return 2;
+            }
+            i32::from(libc::fchmod(file.as_raw_fd(), 0o4777) == 0)
+        }
+    });
+    assert_eq!(code, 0);
+    let now = fs::metadata(rig.at("b/f")).expect("stat");
+    assert_eq!((now.mode() & 0o7777, now.uid()), (0o644, 0));
+}
+
 #[test]
 fn a_file_unlinked_in_one_mount_lives_in_the_other_until_it_is_closed() {
     let rig = Rig::new();
