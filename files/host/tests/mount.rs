@@ -32,17 +32,22 @@ struct Rig {
     dir: TempDir,
     zone: PathBuf,
     pids: Vec<i32>,
-    _owner: Zone,
+    owner: Option<Zone>,
 }
 
 impl Rig {
     fn new() -> Rig {
+        Rig::mounted_by(true)
+    }
+
+    /// owned: by this process, which serves no doorbells; else the first mount takes the zone over.
+    fn mounted_by(owned: bool) -> Rig {
         let dir = TempDir::new().expect("a directory");
         let zone = dir.path().join("zone");
         let config = ZoneConfig::new("rig", 64 << 20).backing(Backing::File(zone.clone()));
-        let owner = Zone::create(&config).expect("a zone");
+        let owner = Some(Zone::create(&config).expect("a zone")).filter(|_| owned);
         must(&["mkfs", zone.to_str().expect("a path")]);
-        let mut rig = Rig { dir, zone, pids: Vec::new(), _owner: owner };
+        let mut rig = Rig { dir, zone, pids: Vec::new(), owner };
         for name in ["a", "b"] {
             fs::create_dir(rig.at(name)).expect("a directory");
             let member = format!("member-{name}");
@@ -53,6 +58,10 @@ impl Rig {
             rig.pids.push(json["pid"].as_i64().expect("a pid") as i32);
         }
         rig
+    }
+
+    fn reap(&self) -> usize {
+        self.owner.as_ref().expect("an owner").reap().expect("a zone").len()
     }
 
     fn zone_str(&self) -> &str {
@@ -413,10 +422,27 @@ fn the_death_of_a_mount_gives_its_locks_up() {
     let pid = rig.pids.pop().expect("two mounts");
     // SAFETY: a process started by this test.
     unsafe { libc::kill(pid, libc::SIGKILL) };
-    wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
+    wait_until(|| rig.reap() == 1);
     assert_eq!(waiter.join().expect("no panic"), 0);
     drop(b);
     unmount(&rig.at("b"));
+}
+
+/// The first mount owns the zone, in the second turn it is the one that dies.
+#[test]
+fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
+    for dies in [1, 0] {
+        let mut rig = Rig::mounted_by(false);
+        let (first, second) = both(&rig, "f");
+        let (held, wanted) = if dies == 1 { (second, first) } else { (first, second) };
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+        let pid = rig.pids.remove(dies);
+        // SAFETY: a process started by this test.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+        rustix::fs::flock(&wanted, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+        drop((held, wanted));
+        unmount(&rig.at(["a", "b"][dies]));
+    }
 }
 
 #[test]
@@ -429,7 +455,7 @@ fn a_killed_mount_takes_nothing_along_and_its_files_stay() {
     // SAFETY: a process started by this test.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     drop(open);
-    wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
+    wait_until(|| rig.reap() == 1);
     assert_eq!(fs::read_to_string(rig.at("a/kept")).expect("read"), "written before the death");
     for i in 0..100 {
         fs::write(rig.at(&format!("a/after-{i}")), vec![1; 10_000]).expect("write");
@@ -461,7 +487,7 @@ fn sigterm_unmounts_and_leaves_a_clean_zone() {
     let rig = Rig::new();
     fs::write(rig.at("a/f"), "x").expect("write");
     let (zone, _dir) = (rig.zone.clone(), rig.at("a"));
-    let owner = &rig._owner;
+    let owner = rig.owner.as_ref().expect("an owner");
     for pid in &rig.pids {
         // SAFETY: a process started by this test.
         unsafe { libc::kill(*pid, libc::SIGTERM) };
@@ -889,8 +915,15 @@ fn fifty_grants_at_once_give_each_member_an_account_of_its_own() {
 
 /// Words of the lock of an inode, of those that mkfs makes room for.
 fn lock_of(rig: &Rig, ino: u64) -> u64 {
-    let area = rig._owner.area(tombolo_zone::AreaType::Files, None).expect("a file system").offset;
-    let word = |at| rig._owner.mem().load_u64(area + at).expect("a word of the zone");
+    let area = rig
+        .owner
+        .as_ref()
+        .expect("an owner")
+        .area(tombolo_zone::AreaType::Files, None)
+        .expect("a file system")
+        .offset;
+    let word =
+        |at| rig.owner.as_ref().expect("an owner").mem().load_u64(area + at).expect("a word of the zone");
     let table = word(core::mem::offset_of!(tombolo_files::sys::tfs_super, data_start) as u64) * 4096;
     area + table + ino * 256 + core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
 }
@@ -899,7 +932,7 @@ fn lock_of(rig: &Rig, ino: u64) -> u64 {
 fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_else() {
     const WAITERS: usize = 12;
     let rig = Rig::new();
-    let mem = rig._owner.mem();
+    let mem = rig.owner.as_ref().expect("an owner").mem();
     let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();
     let locks: Vec<u64> = files
         .iter()
@@ -911,7 +944,7 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
     // The second mount's process is suspended with the locks of all of them.
     // SAFETY: a process that the rig started.
     assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGSTOP) }, 0);
-    let members = rig._owner.members().expect("members");
+    let members = rig.owner.as_ref().expect("an owner").members().expect("members");
     let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
     let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
     for lock in &locks {
