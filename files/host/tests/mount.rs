@@ -928,6 +928,53 @@ fn lock_of(rig: &Rig, ino: u64) -> u64 {
     area + table + ino * 256 + core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
 }
 
+/// Stops the second mount's process as if it held these locks.
+fn suspend_with(rig: &Rig, locks: &[u64]) {
+    // SAFETY: a process that the rig started.
+    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGSTOP) }, 0);
+    let owner = rig.owner.as_ref().expect("an owner");
+    let members = owner.members().expect("members");
+    let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
+    let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
+    let word = epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1);
+    locks.iter().for_each(|lock| owner.mem().store_u64(*lock, word).expect("a word"));
+}
+
+fn resume(rig: &Rig) {
+    // SAFETY: a process that the rig started.
+    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGCONT) }, 0);
+}
+
+#[test]
+fn a_program_that_waits_for_a_suspended_member_can_be_killed_and_goes_on_after_other_signals() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "x").expect("write");
+    let lock = lock_of(&rig, fs::metadata(rig.at("a/f")).expect("stat").ino());
+    let mem = rig.owner.as_ref().expect("an owner").mem();
+    suspend_with(&rig, &[lock]);
+    let waits = || mem.load_u64(lock + 8).expect("a word") != 0;
+    let start = || {
+        let mut dd = Command::new("dd");
+        let dd = dd.args(["if=/dev/zero", "bs=1", "count=1", "conv=notrunc", "status=none"]);
+        let dd = dd.arg(format!("of={}", rig.at("a/f").display())).spawn().expect("dd starts");
+        wait_until(waits);
+        dd
+    };
+    for signal in [libc::SIGKILL, libc::SIGTERM] {
+        let mut dd = start();
+        // SAFETY: a child of this test.
+        assert_eq!(unsafe { libc::kill(dd.id() as i32, signal) }, 0);
+        wait_until(|| dd.try_wait().expect("a child").is_some());
+        wait_until(|| !waits());
+    }
+    let mut dd = start();
+    // SAFETY: a child of this test. dd goes on after it, and says how far it is.
+    assert_eq!(unsafe { libc::kill(dd.id() as i32, libc::SIGCONT) }, 0);
+    mem.store_u64(lock, 0).expect("a word");
+    assert!(dd.wait().expect("a child").success());
+    resume(&rig);
+}
+
 #[test]
 fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_else() {
     const WAITERS: usize = 12;
@@ -941,16 +988,7 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
             lock_of(&rig, fs::metadata(file).expect("stat").ino())
         })
         .collect();
-    // The second mount's process is suspended with the locks of all of them.
-    // SAFETY: a process that the rig started.
-    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGSTOP) }, 0);
-    let members = rig.owner.as_ref().expect("an owner").members().expect("members");
-    let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
-    let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
-    for lock in &locks {
-        mem.store_u64(*lock, epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1))
-            .expect("a word");
-    }
+    suspend_with(&rig, &locks);
     std::thread::scope(|scope| {
         for file in &files {
             scope.spawn(move || fs::set_permissions(file, fs::Permissions::from_mode(0o600)).expect("chmod"));
@@ -969,6 +1007,5 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
         assert!(done, "a program that needs none of these files waits with the others");
         assert_eq!(other.join().expect("no panic"), WAITERS + 1);
     });
-    // SAFETY: as above.
-    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGCONT) }, 0);
+    resume(&rig);
 }
