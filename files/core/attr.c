@@ -46,6 +46,16 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
 	       (tmb_load(&inode->xattr_root) != 0) == before->has_xattr;
 }
 
+/* Returns the mode that replaces 'mode'. */
+static tmb_u64 new_mode(tmb_u64 mode, tmb_u32 what, const struct tfs_attr *attr)
+{
+	if (what & TFS_SET_MODE)
+		return (mode & TFS_MODE_TYPE) | (attr->mode & 07777);
+	if (what & TFS_KILL_SET_ID)
+		mode = tfs_without_set_id(mode);
+	return what & TFS_KILL_SGID ? mode & ~02000ULL : mode;
+}
+
 int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr)
 {
 	struct tfs_inode *inode;
@@ -59,8 +69,8 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 		goto end;
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	/* chown clears S_ISUID: both changes happen or neither. */
-	if (what & TFS_SET_MODE)
-		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | (attr->mode & 07777));
+	if (what & (TFS_SET_MODE | TFS_KILL_SET_ID | TFS_KILL_SGID))
+		tfs_tx_word(fs, slot, &inode->mode, new_mode(tmb_load(&inode->mode), what, attr));
 	if (what & (TFS_SET_OWNER | TFS_SET_UID | TFS_SET_GID)) {
 		tmb_u64 owner = tmb_load(&inode->owner);
 

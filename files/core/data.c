@@ -40,6 +40,8 @@ static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb
 {
 	if (++*runs > 2 * (fs->blocks + 1))
 		return tfs_damage(fs, "file without end", fblock, *runs);
+	if (tfs_long_loop(fs, *runs))
+		return -EINTR;
 	return tfs_tree_map(fs, tmb_load_acquire(&inode->root), fblock, count, run);
 }
 
@@ -177,10 +179,8 @@ static void drop_suid(struct tfs_inode *inode)
 {
 	tmb_u64 mode = tmb_load(&inode->mode);
 
-	if (!(mode & 06000))
-		return;
-	/* As Linux does it: S_ISGID without group execution is a mark for mandatory locking, and stays. */
-	tmb_store(&inode->mode, mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0)));
+	if (mode & 06000)
+		tmb_store(&inode->mode, tfs_without_set_id(mode));
 }
 
 /* Revokes the zeroes that other members map where holes were filled, as far as those members answer. */

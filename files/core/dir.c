@@ -2,8 +2,8 @@
 /*
  * Entries of one directory. Blocks of 64 granules hold them; entries never move, so positions are readdir cookies. A directory of one block
  * is scanned. A larger one has a hash table (open addressing, in a tree of its own) that gives the positions of entries by hash; lookups
- * compare the entry itself. So superfluous places in the table are harmless. None is missing: an entry is in the table before its ref makes
- * it exist.
+ * compare the entry itself. So superfluous places in the table, which deaths leave, are harmless. None is missing: an entry is in the table before its
+ * ref makes it exist.
  *
  * Readers take no lock: they load the directory's seq before and after, and try again if it changed.
  */
@@ -42,13 +42,23 @@ tmb_u32 tfs_granules_of(tmb_u32 name_len)
 	return (TFS_DIRENT_HEADER + name_len + TFS_GRANULE - 1) / TFS_GRANULE;
 }
 
-/* Compares the entry with the name. left: granules to the end of its block. */
+/*
+ * Returns whether the word can be an entry's reference: it has a type, and nothing between that and the number. Of a granule in which a longer name goes
+ * on, the first word can't: it is zero but for bytes of names. These have no NUL, so where one reaches the byte of the type, the byte before it is
+ * not zero.
+ */
+static inline bool is_ref(tmb_u64 ref)
+{
+	return ref >> TFS_REF_TYPE_SHIFT && !(ref >> 48 & 0xff);
+}
+
+/* Compares the entry with the name. left: granules to the end of its block. An index may give a granule that has become a part of another entry. */
 bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name, tmb_u32 len, tmb_u32 hash, tmb_u64 *ref)
 {
 	tmb_u8 granules = tmb_load(&entry->granules);
 
 	*ref = tmb_load_acquire(&entry->ref);
-	return *ref && tmb_load(&entry->hash) == hash && tmb_load(&entry->name_len) == len && granules <= left &&
+	return is_ref(*ref) && tmb_load(&entry->hash) == hash && tmb_load(&entry->name_len) == len && granules <= left &&
 	       tfs_granules_of(len) <= granules && !memcmp(entry->name, name, len);
 }
 
@@ -60,6 +70,8 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 
 		if (!block)
 			return -EUCLEAN;
+		if (tfs_long_loop(fs, b))
+			return -EINTR;
 		while (i < TFS_GRANULES_PER_BLOCK) {
 			if (tfs_entry_matches(block + i, TFS_GRANULES_PER_BLOCK - i, name, len, slot->hash, &slot->ref)) {
 				slot->entry = block + i;
@@ -161,6 +173,8 @@ static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb
 
 		if (!block)
 			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
+		if (tfs_long_loop(fs, tries))
+			return -EINTR;
 		at = free_run(block, need, have);
 		if (at >= 0) {
 			tmb_store(&dir->dir_hint, b);
@@ -388,6 +402,8 @@ int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit
 		tmb_u32 i = 0;
 
 		err = copy_block(fs, h, dir, b, copy);
+		if (!err)
+			err = tfs_long_loop(fs, b);
 		if (err)
 			break;
 		while (i < TFS_GRANULES_PER_BLOCK) {

@@ -152,6 +152,7 @@ static int index_build(struct tfs *fs, struct tfs_inode *dir)
 			err = tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
 			break;
 		}
+		err = tfs_long_loop(fs, b);
 		for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK && !err;) {
 			tmb_u8 step = tmb_load(&block[i].granules);
 

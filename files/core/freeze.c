@@ -65,14 +65,15 @@ static int settle(struct tfs *fs)
 	for (tmb_u32 m = 0; m < TFS_MEMBERS && !err; m++)
 		if (m != fs->member)
 			err = end_of_transactions(fs, m, since);
-	inodes = tmb_load(&tfs_sb(fs)->itable_inodes);
+	inodes = tfs_table_inodes(fs);
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < inodes && !err; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
 		tmb_u32 owner;
 
 		if (!inode)
 			break; /* itable_inodes is larger than the table */
-		if (tfs_lock_held(&inode->lock, &owner)) {
+		err = tfs_long_loop(fs, ino);
+		if (!err && tfs_lock_held(&inode->lock, &owner)) {
 			err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 			if (!err)
 				tfs_unlock(fs, &inode->lock);

@@ -107,10 +107,12 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 			at = TFS_ROOT_INO + 1;
 			inode = NULL;
 		}
-		if (!inode || !(at % TFS_INODES_PER_BLOCK))
+		if (!inode || !(at % TFS_INODES_PER_BLOCK)) {
+			tfs_os_yield();
 			inode = tfs_inode(fs, at);
-		else
+		} else {
 			inode++;
+		}
 		if (!inode)
 			break;
 		if (!claim(fs, inode))

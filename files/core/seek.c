@@ -32,6 +32,8 @@ tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole)
 
 		if (!err && ++runs > 2 * (fs->blocks + 1))
 			err = tfs_damage(fs, "file without end", fblock, runs);
+		if (!err)
+			err = tfs_long_loop(fs, runs);
 		if (err)
 			return err;
 		if (hole == !run.block)

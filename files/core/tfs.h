@@ -138,6 +138,8 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before);
 #define TFS_SET_FLAGS 32u
 #define TFS_SET_UID 64u
 #define TFS_SET_GID 128u
+#define TFS_KILL_SET_ID 256u /* clears S_ISUID, and S_ISGID of what its group may execute, as it is then; not with TFS_SET_MODE */
+#define TFS_KILL_SGID 512u   /* clears S_ISGID in any case */
 int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr);
 /* Updates the access time after a read, without a lock. */
 int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now);
@@ -366,7 +368,9 @@ tmb_s64 tfs_xattr_get(struct tfs *fs, struct tfs_handle h, const char *name, voi
 tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 size);
 #define TFS_XATTR_CREATE 1u
 #define TFS_XATTR_REPLACE 2u
-/* value NULL: removes. mode >= 0: the inode's permission bits become it in the same transaction (ACLs). */
+#define TFS_XATTR_PERMISSIONS 4u /* of 'mode' only 0777 is taken: set-id bits and the sticky bit stay as they are when it changes ... */
+#define TFS_XATTR_KILL_SGID 8u	 /* ... but S_ISGID is cleared */
+/* value NULL: removes. mode >= 0: the inode's mode (07777) becomes it in the same transaction (ACLs). */
 int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
 		  tmb_s64 now);
 

@@ -95,6 +95,20 @@ static inline int tfs_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u6
 	return -EUCLEAN;
 }
 
+/* Steps of a loop between two yields. */
+#define TFS_STEPS 16u
+/*
+ * Called at step n of a loop that may be long, above all where damage or a hostile member can make it so: yields the CPU now and then. -EINTR: the
+ * caller was killed, and the loop should end.
+ */
+static inline int tfs_long_loop(struct tfs *fs, tmb_u64 n)
+{
+	if (n % TFS_STEPS != TFS_STEPS - 1)
+		return 0;
+	tfs_os_yield();
+	return tfs_os_killed(fs) ? -EINTR : 0;
+}
+
 /* alloc.c: the block map */
 /* Tags up to 'want' contiguous free blocks. goal: where to look first (0: anywhere). -ENOSPC. */
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run);
@@ -379,6 +393,11 @@ static inline tmb_u64 tfs_blocks_of(tmb_u64 bytes)
 static inline tmb_u64 tfs_free_state(tmb_u64 state_gen)
 {
 	return ((state_gen >> TFS_GEN_SHIFT) + 1) << TFS_GEN_SHIFT;
+}
+/* As Linux does it: S_ISGID without group execution is a mark for mandatory locking, and stays. */
+static inline tmb_u64 tfs_without_set_id(tmb_u64 mode)
+{
+	return mode & ~(tmb_u64)(04000 | (mode & 010 ? 02000 : 0));
 }
 static inline void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data) /* ctime, version; mtime if data */
 {

@@ -352,6 +352,7 @@ static int unlink_below(struct tfs *fs, tmb_u64 node, tmb_u32 level, tmb_u64 fro
 {
 	tmb_u64 *entries = node_entries(fs, node), span = span_of(level);
 
+	tfs_os_yield();
 	for (tmb_u64 i = from / span; i < TFS_FANOUT && i * span < to; i++) {
 		tmb_u64 entry = tmb_load(&entries[i]), block = entry & TFS_BLOCKNR_MASK, start = i * span;
 		tmb_u64 a = from > start ? from - start : 0, b = TFS_MIN(to - start, span);

@@ -219,6 +219,15 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 	return 0;
 }
 
+/* Returns the mode of an inode whose mode is 'old' now. */
+static tmb_u64 mode_with(tmb_u64 old, tmb_u64 mode, tmb_u32 flags)
+{
+	tmb_u64 taken = flags & TFS_XATTR_PERMISSIONS ? 0777 : 07777;
+
+	mode = (old & (TFS_MODE_TYPE | 07777) & ~taken) | (mode & taken);
+	return flags & TFS_XATTR_KILL_SGID ? mode & ~02000ULL : mode;
+}
+
 int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
 {
 	struct tfs_inode *inode;
@@ -261,7 +270,7 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	tfs_tree_mark(fs, old, TFS_MAP_USED, tfs_tag(fs));
 	tfs_tx_word(fs, slot, &inode->xattr_root, root);
 	if (mode >= 0)
-		tfs_tx_word(fs, slot, &inode->mode, (tmb_load(&inode->mode) & TFS_MODE_TYPE) | ((tmb_u64)mode & 07777));
+		tfs_tx_word(fs, slot, &inode->mode, mode_with(tmb_load(&inode->mode), (tmb_u64)mode, flags));
 	tfs_tx_commit(fs, slot);
 	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
 	tfs_count_blocks(fs, inode, (tmb_s64)(taken - had));

@@ -72,37 +72,65 @@ static int acl_encode(const struct posix_acl *acl, void **value, size_t *size)
 	return 0;
 }
 
-static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+/* Stores the ACL, and mode unless it is negative; how: TFS_XATTR_*. */
+static int store(struct inode *inode, int type, const struct posix_acl *acl, int mode, u32 how)
 {
-	umode_t mode = inode->i_mode;
-	bool change_mode = false;
 	void *value;
 	size_t size;
-	int err;
+	int err = acl_encode(acl, &value, &size);
 
+	if (err)
+		return err;
+	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), acl_name(type), value, size, how, mode, tfs_os_now());
+	kfree(value);
+	return err == -ENODATA && !acl ? 0 : err; /* nothing to remove */
+}
+
+static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+{
+	u32 how = TFS_XATTR_PERMISSIONS;
+	bool change_mode = false;
+	umode_t mode;
+	int err = tmb_refresh(inode);
+
+	if (err)
+		return err;
+	/* The VFS has checked the owner that this kernel knew. */
+	if (!inode_owner_or_capable(idmap, inode))
+		return -EPERM;
+	mode = inode->i_mode;
 	if (type == ACL_TYPE_ACCESS && acl) {
 		err = posix_acl_update_mode(idmap, inode, &mode, &acl);
 		if (err)
 			return err;
 		change_mode = true;
+		/* It cleared the bit if the caller is not in the group. The other bits are left to members that change them now. */
+		if (inode->i_mode & ~mode & S_ISGID)
+			how |= TFS_XATTR_KILL_SGID;
 	} else if (type == ACL_TYPE_DEFAULT && !S_ISDIR(inode->i_mode)) {
 		return acl ? -EACCES : 0;
 	}
-	err = acl_encode(acl, &value, &size);
-	if (err)
-		return err;
-	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), acl_name(type), value, size, 0, change_mode ? mode & 07777 : -1,
-			    tfs_os_now());
-	kfree(value);
-	if (err == -ENODATA) { /* nothing to remove; the mode may still have to change */
-		struct tfs_attr a = { .mode = mode & 07777 };
-
-		err = change_mode ? tfs_setattr(tmb_fs(inode), tmb_h(inode), TFS_SET_MODE, &a) : 0;
-	}
+	err = store(inode, type, acl, change_mode ? mode & 0777 : -1, how);
 	if (err)
 		return err;
 	tmb_tell_inode(inode, FS_ATTRIB);
 	return tmb_refresh(inode);
+}
+
+/* After a chmod: makes the ACL agree. The mode is stored with it, since another member may have changed both in between. */
+int tmb_acl_chmod(struct inode *inode, umode_t mode)
+{
+	struct posix_acl *acl = tmb_get_acl(inode, ACL_TYPE_ACCESS, false);
+	int err;
+
+	if (IS_ERR_OR_NULL(acl))
+		return PTR_ERR_OR_ZERO(acl);
+	err = __posix_acl_chmod(&acl, GFP_KERNEL, mode);
+	if (err)
+		return err;
+	err = store(inode, ACL_TYPE_ACCESS, acl, mode & 07777, 0);
+	posix_acl_release(acl);
+	return err;
 }
 
 #if TMB_ACL_BY_DENTRY

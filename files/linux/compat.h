@@ -35,10 +35,8 @@ static inline void vm_flags_set(struct vm_area_struct *vma, vm_flags_t flags)
 /* 6.2: set_acl() gets the dentry. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 2, 0)
 #define TMB_ACL_BY_DENTRY 1
-#define tmb_acl_chmod(idmap, dentry, mode) posix_acl_chmod(idmap, dentry, mode)
 #else
 #define TMB_ACL_BY_DENTRY 0
-#define tmb_acl_chmod(idmap, dentry, mode) posix_acl_chmod(idmap, d_inode(dentry), mode)
 #endif
 
 /* 6.6: generic_fillattr() gets the request mask; ctime by accessor, times kept differently in update_time(). */

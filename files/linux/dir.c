@@ -171,6 +171,16 @@ static int still(struct inode *dir, const struct qstr *name, struct inode *inode
 	return 1;
 }
 
+/*
+ * The VFS checks an inode's owner, mode and flags before it calls an operation (sticky directories, protected links, immutable files). So they are
+ * renewed with the name. The operation meets an error again. Safe under RCU.
+ */
+static void renew(struct inode *inode)
+{
+	if (inode)
+		tmb_refresh(inode);
+}
+
 static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 {
 	struct name_snapshot name;
@@ -181,7 +191,10 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 
 	if (flags & LOOKUP_RCU) {
 		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
-		return dir && is_true(dir, dentry, &stamp) ? 1 : -ECHILD;
+		if (!dir || !is_true(dir, dentry, &stamp))
+			return -ECHILD;
+		renew(d_inode_rcu(dentry));
+		return 1;
 	}
 	/* The second walk of an open that found a file removed after its lookup: tmb_atomic_open() holds what it looks up. */
 	if (flags & LOOKUP_REVAL && flags & LOOKUP_OPEN && d_is_reg(dentry) && !d_mountpoint(dentry))
@@ -190,6 +203,7 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 	dir = d_inode(parent);
 	if (is_true(dir, dentry, &stamp)) {
 		dput(parent);
+		renew(d_inode(dentry));
 		return 1;
 	}
 	take_dentry_name_snapshot(&name, dentry);
@@ -199,6 +213,8 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 	/* Not if an operation of this kernel has marked it meanwhile. */
 	if (valid > 0 && !(now & 1))
 		cmpxchg(&dentry->d_time, stamp, now);
+	if (valid > 0)
+		renew(d_inode(dentry));
 	return valid;
 }
 

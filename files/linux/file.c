@@ -186,6 +186,8 @@ static int lock_for_write(struct file *file, struct tfs_write *w, struct tfs_att
 		if (err)
 			return err;
 		err = tfs_getattr(fs, tmb_h(inode), attr);
+		if (!err && attr->flags & TFS_FL_IMMUTABLE)
+			err = -EPERM;
 		if (!err && (removed || (!(attr->mode & (S_ISUID | S_ISGID)) && !attr->has_xattr)))
 			return 0;
 		abandon_write(fs, w);

@@ -407,6 +407,10 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 	u32 what = 0;
 	int err = tmb_refresh(inode);
 
+	/* The VFS has checked the flags that this kernel knew, and not those of a file that is open. */
+	if (!err && (IS_IMMUTABLE(inode) ||
+		     (IS_APPEND(inode) && attr->ia_valid & (ATTR_SIZE | ATTR_MODE | ATTR_UID | ATTR_GID | ATTR_TIMES_SET))))
+		err = -EPERM;
 	if (!err)
 		err = setattr_prepare(idmap, dentry, attr);
 	if (err)
@@ -417,7 +421,16 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		if (err)
 			return err;
 	}
-	if (attr->ia_valid & ATTR_MODE) {
+	/*
+	 * With ATTR_KILL_*, the mode is the VFS's copy of it without these bits, or there is none if the copy has no such bits. Another member may have
+	 * changed the mode since.
+	 */
+	if (attr->ia_valid & (ATTR_KILL_SUID | ATTR_KILL_SGID)) {
+		if (!S_ISDIR(inode->i_mode))
+			what |= TFS_KILL_SET_ID;
+		if (attr->ia_valid & ATTR_KILL_SGID)
+			what |= TFS_KILL_SGID;
+	} else if (attr->ia_valid & ATTR_MODE) {
 		what |= TFS_SET_MODE;
 		a.mode = attr->ia_mode;
 	}
@@ -439,8 +452,8 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 	}
 	if (what || attr->ia_valid & ATTR_CTIME)
 		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), what, &a);
-	if (!err && attr->ia_valid & ATTR_MODE && READ_ONCE(tmb_i(inode)->seen.has_xattr))
-		err = tmb_acl_chmod(idmap, dentry, attr->ia_mode);
+	if (!err && what & TFS_SET_MODE && READ_ONCE(tmb_i(inode)->seen.has_xattr))
+		err = tmb_acl_chmod(inode, attr->ia_mode);
 	if (err)
 		return err;
 	if (attr->ia_valid & ATTR_SIZE)

@@ -10,6 +10,7 @@ struct tfs_host {
 	void (*damage)(void *ctx, const char *what, tmb_u64 a, tmb_u64 b);
 	void (*ring)(void *ctx, tmb_u32 member);
 	void (*waiting)(void *ctx, tmb_u32 member, bool answers, tmb_u64 seconds);
+	bool (*killed)(void *ctx); /* the process that this thread works for was killed */
 	bool ending; /* no thread may wait any more */
 };
 

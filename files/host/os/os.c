@@ -45,12 +45,18 @@ void tfs_os_wait(struct tfs *fs, tmb_u32 round)
 	nanosleep(&pause, NULL);
 }
 
-bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
+bool tfs_os_killed(struct tfs *fs)
 {
 	const struct tfs_host *host = fs->os;
+
+	return host && (tmb_load(&host->ending) || (host->killed && host->killed(host->ctx)));
+}
+
+bool tfs_os_sleep(struct tfs *fs, tmb_u32 *word, tmb_u32 value, tmb_u64 ns, bool killable)
+{
 	struct timespec pause = { (time_t)(ns / NS), (long)(ns % NS) };
 
-	if (killable && host && tmb_load(&host->ending))
+	if (killable && tfs_os_killed(fs))
 		return true;
 	syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, &pause, NULL, 0);
 	return false;
@@ -64,13 +70,6 @@ void tfs_os_wake(struct tfs *fs, tmb_u32 *word)
 
 void tfs_os_yield(void)
 {
-}
-
-bool tfs_os_killed(struct tfs *fs)
-{
-	const struct tfs_host *host = fs->os;
-
-	return host && tmb_load(&host->ending);
 }
 
 void tfs_os_waiting(struct tfs *fs, tmb_u32 member, bool answers, tmb_u64 seconds)

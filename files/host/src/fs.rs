@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::io::Errno;
 
 use crate::area::Area;
+use crate::caller;
 use crate::change::Teller;
 use crate::sys;
 
@@ -108,6 +109,10 @@ extern "C" fn on_waiting(ctx: *mut c_void, member: u32, answers: bool, seconds: 
     // SAFETY: ctx is the Host of a living Filesystem.
     let host = unsafe { &*ctx.cast::<Host>() };
     (host.waits)(member, &host.area.member_name(member), answers, seconds);
+}
+
+extern "C" fn on_killed(_ctx: *mut c_void) -> bool {
+    caller::is_killed()
 }
 
 extern "C" fn on_damage(ctx: *mut c_void, what: *const c_char, a: u64, b: u64) {
@@ -284,6 +289,7 @@ impl Filesystem {
             damage: Some(on_damage),
             ring: Some(on_ring),
             waiting: Some(on_waiting),
+            killed: Some(on_killed),
             ending: false,
         };
         let os = (&raw mut host.raw).cast();

@@ -9,6 +9,7 @@
 //! - [`sys`]: the core's interface and format, from its headers.
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
+//! - `caller`: the process that a thread of a mount works for.
 //! - [`change`]: its change events.
 //! - [`account`]: files that are counted and limited together.
 //! - [`fuse`]: the FUSE mount.
@@ -21,6 +22,7 @@
 
 pub mod account;
 pub mod area;
+mod caller;
 pub mod change;
 pub mod cli;
 pub mod fs;

@@ -2,7 +2,6 @@
 //! Snapshots: a consistent image of a file system that is in use, and its way back into a zone.
 //! The image is the area itself in a sparse file, which mount and fsck accept like any other. The file system is frozen while it is copied; the copy
 //! is then recovered as after the death of all its members, and checked.
-//! frozen; the copy is then put in order as after the death of all its members, and checked.
 
 use std::fs::File;
 use std::mem::offset_of;

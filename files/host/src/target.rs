@@ -134,6 +134,15 @@ impl Joined {
         }
     }
 
+    /// Called now and then by a member that can't be rung, since no process serves the zone: declares members dead whose processes have ended, unless
+    /// another process does that.
+    pub fn reap(&self) -> tombolo_zone::Result<()> {
+        if self.inside || self.rung().is_some() {
+            return Ok(());
+        }
+        self.zone.reap_without_owner().map(drop)
+    }
+
     /// Returns the descriptor that keeps this membership alive.
     pub fn liveness(&self) -> Option<BorrowedFd<'_>> {
         self.membership.as_ref().map(|own| own.liveness().as_fd())

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! FUSE mounts of one zone by several processes, each a member. Needs root and /dev/fuse.
 
+use std::ffi::CString;
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -30,17 +32,22 @@ struct Rig {
     dir: TempDir,
     zone: PathBuf,
     pids: Vec<i32>,
-    _owner: Zone,
+    owner: Option<Zone>,
 }
 
 impl Rig {
     fn new() -> Rig {
+        Rig::mounted_by(true)
+    }
+
+    /// owned: by this process, which serves no doorbells; else the first mount takes the zone over.
+    fn mounted_by(owned: bool) -> Rig {
         let dir = TempDir::new().expect("a directory");
         let zone = dir.path().join("zone");
         let config = ZoneConfig::new("rig", 64 << 20).backing(Backing::File(zone.clone()));
-        let owner = Zone::create(&config).expect("a zone");
+        let owner = Some(Zone::create(&config).expect("a zone")).filter(|_| owned);
         must(&["mkfs", zone.to_str().expect("a path")]);
-        let mut rig = Rig { dir, zone, pids: Vec::new(), _owner: owner };
+        let mut rig = Rig { dir, zone, pids: Vec::new(), owner };
         for name in ["a", "b"] {
             fs::create_dir(rig.at(name)).expect("a directory");
             let member = format!("member-{name}");
@@ -51,6 +58,10 @@ impl Rig {
             rig.pids.push(json["pid"].as_i64().expect("a pid") as i32);
         }
         rig
+    }
+
+    fn reap(&self) -> usize {
+        self.owner.as_ref().expect("an owner").reap().expect("a zone").len()
     }
 
     fn zone_str(&self) -> &str {
@@ -121,6 +132,31 @@ fn what_one_mount_did_the_other_sees_at_once() {
         assert!(!a.exists());
         assert_eq!(fs::read_dir(rig.at("a")).expect("list").count(), i + 1);
     }
+}
+
+/// The kernel of the first mount does not learn of the second's change, as the file stays open.
+#[test]
+fn who_has_a_file_open_that_another_mount_gives_away_can_change_it_no_more_than_a_stranger() {
+    let rig = Rig::new();
+    let path = rig.at("a/f");
+    fs::write(&path, b"x").expect("write");
+    std::os::unix::fs::chown(&path, Some(1000), Some(1000)).expect("chown");
+    let file = fs::OpenOptions::new().write(true).open(&path).expect("open");
+    assert_eq!(file.metadata().expect("stat").uid(), 1000);
+    std::os::unix::fs::chown(rig.at("b/f"), Some(0), Some(0)).expect("chown");
+    let code = in_child(|| {
+        // SAFETY: plain calls of a child with one thread.
+        unsafe {
+            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setgid(1000) != 0 || libc::setuid(1000) != 0
+            {
+                return 2;
+            }
+            i32::from(libc::fchmod(file.as_raw_fd(), 0o4777) == 0)
+        }
+    });
+    assert_eq!(code, 0);
+    let now = fs::metadata(rig.at("b/f")).expect("stat");
+    assert_eq!((now.mode() & 0o7777, now.uid()), (0o644, 0));
 }
 
 #[test]
@@ -386,10 +422,27 @@ fn the_death_of_a_mount_gives_its_locks_up() {
     let pid = rig.pids.pop().expect("two mounts");
     // SAFETY: a process started by this test.
     unsafe { libc::kill(pid, libc::SIGKILL) };
-    wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
+    wait_until(|| rig.reap() == 1);
     assert_eq!(waiter.join().expect("no panic"), 0);
     drop(b);
     unmount(&rig.at("b"));
+}
+
+/// The first mount owns the zone, in the second turn it is the one that dies.
+#[test]
+fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
+    for dies in [1, 0] {
+        let mut rig = Rig::mounted_by(false);
+        let (first, second) = both(&rig, "f");
+        let (held, wanted) = if dies == 1 { (second, first) } else { (first, second) };
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+        let pid = rig.pids.remove(dies);
+        // SAFETY: a process started by this test.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+        rustix::fs::flock(&wanted, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+        drop((held, wanted));
+        unmount(&rig.at(["a", "b"][dies]));
+    }
 }
 
 #[test]
@@ -402,7 +455,7 @@ fn a_killed_mount_takes_nothing_along_and_its_files_stay() {
     // SAFETY: a process started by this test.
     unsafe { libc::kill(pid, libc::SIGKILL) };
     drop(open);
-    wait_until(|| rig._owner.reap().expect("a zone").len() == 1);
+    wait_until(|| rig.reap() == 1);
     assert_eq!(fs::read_to_string(rig.at("a/kept")).expect("read"), "written before the death");
     for i in 0..100 {
         fs::write(rig.at(&format!("a/after-{i}")), vec![1; 10_000]).expect("write");
@@ -434,7 +487,7 @@ fn sigterm_unmounts_and_leaves_a_clean_zone() {
     let rig = Rig::new();
     fs::write(rig.at("a/f"), "x").expect("write");
     let (zone, _dir) = (rig.zone.clone(), rig.at("a"));
-    let owner = &rig._owner;
+    let owner = rig.owner.as_ref().expect("an owner");
     for pid in &rig.pids {
         // SAFETY: a process started by this test.
         unsafe { libc::kill(*pid, libc::SIGTERM) };
@@ -617,6 +670,82 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
     }
 }
 
+/// By the calls of chattr(1) and lsattr(1). Before the kernel sets flags it asks for `struct fsxattr`.
+#[test]
+fn chattr_makes_files_and_folders_of_a_mount_immutable_and_append_only() {
+    const GETFLAGS: libc::c_ulong = 0x8008_6601;
+    const SETFLAGS: libc::c_ulong = 0x4008_6602;
+    const FSGETXATTR: libc::c_ulong = 0x801c_581f;
+    const FSSETXATTR: libc::c_ulong = 0x401c_5820;
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let (file, folder) = (alone.at.join("file"), alone.at.join("folder"));
+    fs::write(&file, b"old").expect("write");
+    fs::create_dir(&folder).expect("mkdir");
+    let call = |path: &Path, call: libc::c_ulong, value: &mut [u32; 7]| {
+        let file = fs::File::open(path).expect("open");
+        // SAFETY: an open file, and a buffer as long as the largest of these calls needs.
+        match unsafe { libc::ioctl(file.as_raw_fd(), call, value.as_mut_ptr()) } {
+            0 => Ok(value[0]),
+            _ => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)),
+        }
+    };
+    let set = |path: &Path, flags: u32| call(path, SETFLAGS, &mut [flags, 0, 0, 0, 0, 0, 0]).map(drop);
+    // As FS_IOC_GETFLAGS and as FS_IOC_FSGETXATTR name the flags.
+    let get = |path: &Path| [GETFLAGS, FSGETXATTR].map(|which| call(path, which, &mut [0; 7]));
+    for path in [&file, &folder] {
+        assert_eq!(set(path, 0x10), Ok(()));
+        assert_eq!(get(path), [Ok(0x10), Ok(0x8)]);
+        let refused = match path == &file {
+            true => fs::write(path, b"new").map(drop),
+            false => fs::write(path.join("in"), b"new").map(drop),
+        };
+        assert_eq!(refused.expect_err("immutable").raw_os_error(), Some(libc::EPERM));
+        assert_eq!(set(path, 0x20), Ok(()));
+        assert_eq!(get(path), [Ok(0x20), Ok(0x10)]);
+        assert_eq!(set(path, 0x40), Err(libc::EOPNOTSUPP), "no flag of this file system");
+        assert_eq!(call(path, FSSETXATTR, &mut [0x8, 0, 0, 0, 0, 0, 0]), Ok(0x8));
+        assert_eq!(get(path), [Ok(0x10), Ok(0x8)]);
+        assert_eq!(call(path, FSSETXATTR, &mut [0x8, 0, 0, 9, 0, 0, 0]), Err(libc::EOPNOTSUPP), "a project");
+        assert_eq!(set(path, 0), Ok(()));
+    }
+    fs::write(&file, b"new").expect("write");
+}
+
+/// As local file systems refuse them, and the kernel of a guest.
+#[test]
+fn names_of_attributes_that_no_other_member_could_use_are_refused() {
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let path = alone.at.join("f");
+    fs::write(&path, b"x").expect("write");
+    let c_path = CString::new(path.as_os_str().as_bytes()).expect("a path");
+    let code = |ret: isize| match ret {
+        -1 => std::io::Error::last_os_error().raw_os_error(),
+        _ => None,
+    };
+    let mut value = [0u8; 8];
+    let mut tried = |name: &std::ffi::CStr| {
+        let (path, name) = (c_path.as_ptr(), name.as_ptr());
+        // SAFETY: terminated strings, and a buffer with its length.
+        unsafe {
+            [
+                code(libc::setxattr(path, name, value.as_ptr().cast(), 8, 0) as isize),
+                code(libc::getxattr(path, name, value.as_mut_ptr().cast(), 8)),
+                code(libc::removexattr(path, name) as isize),
+            ]
+        }
+    };
+    assert_eq!(tried(c"user.a"), [None; 3]);
+    assert_eq!(tried(c"user."), [Some(libc::EINVAL); 3]);
+    for name in [c"user", c"bogus.a", c"system.a"] {
+        assert_eq!(tried(name), [Some(libc::EOPNOTSUPP); 3], "{name:?}");
+    }
+    // SAFETY: terminated strings.
+    let removed = unsafe { libc::removexattr(c_path.as_ptr(), c"system.posix_acl_access".as_ptr()) };
+    assert_eq!(code(removed as isize), None, "an ACL that is not there");
+}
+
 #[test]
 fn a_file_system_can_be_mounted_again_as_soon_as_it_is_unmounted() {
     let alone = Alone::new();
@@ -786,17 +915,71 @@ fn fifty_grants_at_once_give_each_member_an_account_of_its_own() {
 
 /// Words of the lock of an inode, of those that mkfs makes room for.
 fn lock_of(rig: &Rig, ino: u64) -> u64 {
-    let area = rig._owner.area(tombolo_zone::AreaType::Files, None).expect("a file system").offset;
-    let word = |at| rig._owner.mem().load_u64(area + at).expect("a word of the zone");
+    let area = rig
+        .owner
+        .as_ref()
+        .expect("an owner")
+        .area(tombolo_zone::AreaType::Files, None)
+        .expect("a file system")
+        .offset;
+    let word =
+        |at| rig.owner.as_ref().expect("an owner").mem().load_u64(area + at).expect("a word of the zone");
     let table = word(core::mem::offset_of!(tombolo_files::sys::tfs_super, data_start) as u64) * 4096;
     area + table + ino * 256 + core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+}
+
+/// Stops the second mount's process as if it held these locks.
+fn suspend_with(rig: &Rig, locks: &[u64]) {
+    // SAFETY: a process that the rig started.
+    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGSTOP) }, 0);
+    let owner = rig.owner.as_ref().expect("an owner");
+    let members = owner.members().expect("members");
+    let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
+    let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
+    let word = epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1);
+    locks.iter().for_each(|lock| owner.mem().store_u64(*lock, word).expect("a word"));
+}
+
+fn resume(rig: &Rig) {
+    // SAFETY: a process that the rig started.
+    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGCONT) }, 0);
+}
+
+#[test]
+fn a_program_that_waits_for_a_suspended_member_can_be_killed_and_goes_on_after_other_signals() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "x").expect("write");
+    let lock = lock_of(&rig, fs::metadata(rig.at("a/f")).expect("stat").ino());
+    let mem = rig.owner.as_ref().expect("an owner").mem();
+    suspend_with(&rig, &[lock]);
+    let waits = || mem.load_u64(lock + 8).expect("a word") != 0;
+    let start = || {
+        let mut dd = Command::new("dd");
+        let dd = dd.args(["if=/dev/zero", "bs=1", "count=1", "conv=notrunc", "status=none"]);
+        let dd = dd.arg(format!("of={}", rig.at("a/f").display())).spawn().expect("dd starts");
+        wait_until(waits);
+        dd
+    };
+    for signal in [libc::SIGKILL, libc::SIGTERM] {
+        let mut dd = start();
+        // SAFETY: a child of this test.
+        assert_eq!(unsafe { libc::kill(dd.id() as i32, signal) }, 0);
+        wait_until(|| dd.try_wait().expect("a child").is_some());
+        wait_until(|| !waits());
+    }
+    let mut dd = start();
+    // SAFETY: a child of this test. dd goes on after it, and says how far it is.
+    assert_eq!(unsafe { libc::kill(dd.id() as i32, libc::SIGCONT) }, 0);
+    mem.store_u64(lock, 0).expect("a word");
+    assert!(dd.wait().expect("a child").success());
+    resume(&rig);
 }
 
 #[test]
 fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_else() {
     const WAITERS: usize = 12;
     let rig = Rig::new();
-    let mem = rig._owner.mem();
+    let mem = rig.owner.as_ref().expect("an owner").mem();
     let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();
     let locks: Vec<u64> = files
         .iter()
@@ -805,16 +988,7 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
             lock_of(&rig, fs::metadata(file).expect("stat").ino())
         })
         .collect();
-    // The second mount's process is suspended with the locks of all of them.
-    // SAFETY: a process that the rig started.
-    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGSTOP) }, 0);
-    let members = rig._owner.members().expect("members");
-    let stopped = members.iter().find(|m| m.name == "member-b").expect("it is there");
-    let (id, epoch) = (u64::from(stopped.id.index()), u64::from(stopped.epoch));
-    for lock in &locks {
-        mem.store_u64(*lock, epoch << 32 | u64::from(tombolo_files::sys::TFS_LOCK_HELD) | (id + 1))
-            .expect("a word");
-    }
+    suspend_with(&rig, &locks);
     std::thread::scope(|scope| {
         for file in &files {
             scope.spawn(move || fs::set_permissions(file, fs::Permissions::from_mode(0o600)).expect("chmod"));
@@ -833,6 +1007,5 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
         assert!(done, "a program that needs none of these files waits with the others");
         assert_eq!(other.join().expect("no panic"), WAITERS + 1);
     });
-    // SAFETY: as above.
-    assert_eq!(unsafe { libc::kill(rig.pids[1], libc::SIGCONT) }, 0);
+    resume(&rig);
 }

@@ -259,6 +259,9 @@ static int attributes(char **a)
 	CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags));
 	FAILS(open(f, O_WRONLY), EPERM);
 	FAILS(unlink(f), EPERM);
+	FAILS(write(fd, "x", 1), EPERM); /* also through an old descriptor */
+	FAILS(ftruncate(fd, 1), EPERM);
+	FAILS(fchmod(fd, 0600), EPERM);
 	flags = FS_APPEND_FL;
 	CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags) && !ioctl(fd, FS_IOC_GETFLAGS, &flags) && flags == FS_APPEND_FL);
 	FAILS(open(f, O_WRONLY), EPERM);
@@ -276,6 +279,11 @@ static int attributes(char **a)
 	}
 	CHECK(waitpid(pid, &status, 0) == pid && !status);
 	CHECK(!chmod(f, 0600) && getxattr(f, "system.posix_acl_access", buf, 1000) == sizeof(acl) && buf[4 + 3 * 8 + 2] == 0);
+	/* chmod changes all bits of a file with an ACL, setting one only the permissions */
+	CHECK(!chmod(f, 07640) && !stat(f, &st) && (st.st_mode & 07777) == 07640);
+	CHECK(!setxattr(f, "system.posix_acl_access", acl, sizeof(acl), 0) && !stat(f, &st) && (st.st_mode & 07777) == 07640);
+	CHECK(!chmod(f, 0700) && !stat(f, &st) && (st.st_mode & 07777) == 0700);
+	CHECK(!chmod(f, 02755) && !chown(f, 1000, 1001) && !stat(f, &st) && (st.st_mode & 07777) == 0755);
 	/* a default ACL is inherited, and wins over the umask */
 	const char *d = strdup(at(a[0], "acldir"));
 	umask(077);
@@ -1136,6 +1144,38 @@ static int meta(char **a)
 	return 0;
 }
 
+/* late WHAT FILE READY GO: looks at the file and makes READY; does WHAT once there is GO, by when another guest has changed the file's owner or mode */
+static int late(char **a)
+{
+	static const unsigned char acl[] = {2, 0, 0, 0, 1, 0, 7, 0, 255, 255, 255, 255, 2, 0, 5, 0, 0xd0, 7, 0, 0,
+					    4, 0, 5, 0, 255, 255, 255, 255, 16, 0, 5, 0, 255, 255, 255, 255, 32, 0, 5, 0, 255, 255, 255, 255};
+	const char *what = a[0], *f = a[1], *name = "system.posix_acl_access";
+	struct stat st;
+	int fd = open(f, O_RDONLY);
+
+	CHECK(fd >= 0 && !fstat(fd, &st) && !close(open(a[2], O_CREAT | O_WRONLY, 0600)));
+	if (!strcmp(what, "truncate") || !strcmp(what, "owner"))
+		CHECK(!setgid(2000) && !setuid(2000));
+	for (int i = 0; access(a[3], F_OK); i++) {
+		CHECK(i < 3000);
+		usleep(100000);
+	}
+	if (!strcmp(what, "acl")) {
+		CHECK(!fsetxattr(fd, name, acl, sizeof(acl), 0));
+	} else if (!strcmp(what, "chown")) {
+		CHECK(!chown(f, 3000, -1));
+	} else if (!strcmp(what, "fchown")) {
+		CHECK(!fchown(fd, 3000, -1));
+	} else if (!strcmp(what, "truncate")) {
+		CHECK(!truncate(f, 1));
+	} else {
+		FAILS(fsetxattr(fd, name, acl, sizeof(acl), 0), EPERM);
+		FAILS(setxattr(f, name, acl, sizeof(acl), 0), EPERM);
+		FAILS(unlink(f), EPERM);
+	}
+	return 0;
+}
+
 /* io FILE MIB: MB/s by operation and block size, one job */
 static int io(char **a)
 {
@@ -1180,7 +1220,7 @@ static const struct {
 	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2},
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
-	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2},
+	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
 };
 
 int main(int argc, char **argv)

@@ -454,6 +454,41 @@ def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
     emptied(a, b)
 
 
+def changed_meanwhile(a, b, what, before, after):
+    """What `late` does in b once a has changed the mode and owner of a file that b knows; the file's mode then."""
+    a.ok("rm -rf /mnt/late && mkdir /mnt/late && chmod 1777 /mnt/late && echo text >/mnt/late/f && cd /mnt/late && %s" % before)
+    late = "/mnt/late/f /mnt/late/ready /mnt/late/go"
+    b.ok("(claims late %s %s >/late 2>&1; echo $? >>/late) & while [ ! -e /mnt/late/ready ]; do sleep 0.1; done" % (what, late))
+    a.ok("cd /mnt/late && %s && touch go" % after)
+    comes_to(b, "tail -n 1 /late | grep -x '[0-9]*' || true", "0")
+    mode = a.ok("stat -c '%a %u' /mnt/late/f")
+    a.ok("cd / && rm -r /mnt/late")
+    return mode
+
+
+@claim(2)
+def set_id_bits_that_another_guest_took_away_do_not_come_back_with_an_acl(a, b):
+    mode = changed_meanwhile(a, b, "acl", "chmod 6755 f", "chmod 0755 f")
+    need(mode == "755 0", mode)
+    emptied(a, b)
+
+
+@claim(2)
+def a_mode_that_another_guest_has_set_stays_when_an_owner_or_a_size_changes(a, b):
+    for what, owner in ("chown", "3000"), ("fchown", "3000"), ("truncate", "0"):
+        for before, after, wanted in ("6777", "0606", "606"), ("0606", "6777", "777"):
+            mode = changed_meanwhile(a, b, what, "chmod %s f" % before, "chmod %s f" % after)
+            need(mode == "%s %s" % (wanted, owner), "%s of %s, which becomes %s: %s" % (what, before, after, mode))
+    emptied(a, b)
+
+
+@claim(2)
+def who_owned_a_file_before_another_guest_gave_it_away_has_no_right_to_it_any_more(a, b):
+    mode = changed_meanwhile(a, b, "owner", "chown 2000 f", "chown 3000 f && chmod 0600 f")
+    need(mode == "600 3000", mode)
+    emptied(a, b)
+
+
 @claim(2)
 def flock_and_fcntl_exclude_across_guests(a, b):
     for kind in ("flock", "fcntl"):

@@ -31,6 +31,9 @@ const READY: &str = "serving";
 /// Interval at which a member without a doorbell polls its pending bits.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
+/// Each so many of these it looks whether other members live, if no process serves the zone.
+const LOOKS: u32 = 10;
+
 /// Interval at which it asks again whether its readers of removed blocks have finished.
 const LET_GO_AGAIN: Duration = Duration::from_millis(50);
 
@@ -289,7 +292,7 @@ fn serve(
         };
         name.spawn(recover).context("starting threads")?
     };
-    let mut stop = false;
+    let (mut stop, mut looks) = (false, 0u32);
     while !stop {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
         let rung = joined.and_then(Joined::rung);
@@ -300,6 +303,11 @@ fn serve(
         }
         stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
+            looks = looks.wrapping_add(1);
+            if looks % LOOKS == 0 {
+                // What fails now is tried again at the next look.
+                let _ = joined.reap();
+            }
             let pending = server.fs.take_pending(|| joined.take_pending())?;
             // A member's death releases locks, too.
             if pending & u64::from(sys::TMB_PENDING_LOCK | sys::TMB_PENDING_MEMBERS) != 0 {

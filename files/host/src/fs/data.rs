@@ -163,7 +163,7 @@ impl Filesystem {
         Ok(list)
     }
 
-    /// Sets (Some) or removes an extended attribute; flags are `TFS_XATTR_*`; `mode` sets the permission bits with it.
+    /// Sets (Some) or removes an extended attribute; flags are `TFS_XATTR_*`; `mode` sets the inode's mode with it.
     pub fn xattr_set(
         &self,
         ino: impl Into<Handle>,

@@ -107,6 +107,10 @@ pub const LK_FLOCK: u32 = 1;
 pub const FS_IOC_GETFLAGS: u32 = 0x8008_6601;
 /// `FS_IOC_SETFLAGS`.
 pub const FS_IOC_SETFLAGS: u32 = 0x4008_6602;
+/// `FS_IOC_FSGETXATTR`.
+pub const FS_IOC_FSGETXATTR: u32 = 0x801c_581f;
+/// `FS_IOC_FSSETXATTR`.
+pub const FS_IOC_FSSETXATTR: u32 = 0x401c_5820;
 /// `FUSE_DEV_IOC_CLONE`.
 pub const DEV_IOC_CLONE: libc::c_ulong = 0x8004_e500;
 

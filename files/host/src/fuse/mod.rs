@@ -12,6 +12,7 @@
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
 //! - `create`: new inodes, and names that another member made meanwhile.
+//! - `flags`: immutable and append-only inodes (chattr).
 //! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: the kernel's lookups and opens of our inodes.
 //! - `notify`: telling watchers in other members.
@@ -23,6 +24,7 @@
 pub mod abi;
 pub mod acl;
 mod create;
+mod flags;
 pub mod locks;
 pub mod nodes;
 mod notify;

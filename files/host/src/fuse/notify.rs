@@ -2,6 +2,7 @@
 //! Reports the changes of requests to watchers in other members. The kernel notifies watchers on this host by itself.
 
 use super::abi::{Cursor, Header, fattr, op};
+use super::flags;
 use super::ops::Server;
 use crate::change::Change;
 
@@ -66,7 +67,11 @@ impl Server {
                 let writer = c.u32().unwrap_or(0) & libc::O_ACCMODE as u32 != libc::O_RDONLY as u32;
                 vec![self.by_node(h.node, if writer { libc::IN_CLOSE_WRITE } else { 0 })]
             }
-            op::SETXATTR | op::REMOVEXATTR | op::IOCTL => vec![self.by_node(h.node, libc::IN_ATTRIB)],
+            op::SETXATTR | op::REMOVEXATTR => vec![self.by_node(h.node, libc::IN_ATTRIB)],
+            op::IOCTL => {
+                let mask = if flags::changes(c) { libc::IN_ATTRIB } else { 0 };
+                vec![self.by_node(h.node, mask)]
+            }
             _ => return,
         };
         changes.retain(|change| change.mask & !libc::IN_ISDIR != 0 && change.ino != 0);

@@ -17,7 +17,6 @@ const S_IFDIR: u32 = libc::S_IFDIR;
 const S_IFLNK: u32 = libc::S_IFLNK;
 const S_ISUID: u32 = libc::S_ISUID;
 const S_ISGID: u32 = libc::S_ISGID;
-const S_IXGRP: u32 = libc::S_IXGRP;
 const CAPABILITY: &[u8] = b"security.capability";
 const NS: i64 = 1_000_000_000;
 /// One copy_file_range call copies this much at most; the kernel asks again.
@@ -200,8 +199,9 @@ impl Server {
             op::SETXATTR => self.setxattr(h, c),
             op::GETXATTR => {
                 let (size, _) = (u32s(&mut c)?, u32s(&mut c)?);
-                let value = self.fs.xattr_get(self.nodes.handle(h.node), c.name().ok_or_else(short)?)?;
-                sized(value, size)
+                let name = c.name().ok_or_else(short)?;
+                check_xattr_name(name)?;
+                sized(self.fs.xattr_get(self.nodes.handle(h.node), name)?, size)
             }
             op::LISTXATTR => {
                 let size = u32s(&mut c)?;
@@ -218,14 +218,17 @@ impl Server {
             }
             op::REMOVEXATTR => {
                 let name = c.name().ok_or_else(short)?;
-                if self.fs.getattr(self.nodes.handle(h.node))?.flags
-                    & (sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND)
-                    != 0
-                {
-                    return Err(Errno::PERM);
+                check_xattr_name(name)?;
+                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
+                self.refuse_protected(&attr, true)?;
+                if name == acl::ACCESS || name == acl::DEFAULT {
+                    self.require_owner(h, &attr)?;
                 }
-                self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, None)?;
-                empty()
+                match self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, None) {
+                    // As in local file systems: no ACL is left.
+                    Err(Errno::NODATA) if name == acl::ACCESS || name == acl::DEFAULT => empty(),
+                    done => done.and_then(|()| empty()),
+                }
             }
             op::FALLOCATE => self.fallocate(h, c),
             op::LSEEK => {
@@ -277,6 +280,12 @@ impl Server {
             .map(|(set, now)| valid & set != 0 && valid & now == 0);
         let others = fattr::SIZE | fattr::MODE | fattr::UID | fattr::GID;
         self.refuse_protected(&old, valid & others != 0 || atime_set || mtime_set)?;
+        if valid & fattr::MODE != 0 || atime_set || mtime_set {
+            self.require_owner(h, &old)?;
+        }
+        if valid & (fattr::UID | fattr::GID) != 0 {
+            self.require_chown(h, &old, Some(uid).filter(|_| valid & fattr::UID != 0))?;
+        }
         let dir = old.mode & S_IFMT == S_IFDIR;
         if valid & fattr::SIZE != 0 {
             self.fs.truncate(ino, size, valid & fattr::KILL_SUIDGID != 0)?;
@@ -308,11 +317,7 @@ impl Server {
         }
         if valid & (fattr::UID | fattr::GID) != 0 && !dir {
             // HANDLE_KILLPRIV_V2: a new owner clears set-id bits and capabilities.
-            let mode = killed(old.mode);
-            if valid & fattr::MODE == 0 && mode != old.mode {
-                what |= sys::TFS_SET_MODE;
-                new.mode = mode;
-            }
+            what |= if valid & fattr::MODE == 0 { sys::TFS_KILL_SET_ID } else { 0 };
             self.drop_capability(&old)?;
         }
         let now = fs::now();
@@ -347,9 +352,8 @@ impl Server {
 
     /// Called before an operation that changes data, if the kernel doesn't say whether the caller may keep set-id bits.
     fn drop_privileges(&self, h: &Header, attr: &Attr) -> Result<()> {
-        let mode = killed(attr.mode);
-        if mode != attr.mode && !rights::keeps_set_id(h) {
-            self.fs.setattr(Handle::from(attr), sys::TFS_SET_MODE, &Attr { mode, ..Attr::default() })?;
+        if attr.mode & (S_ISUID | S_ISGID) != 0 && !rights::keeps_set_id(h) {
+            self.fs.setattr(Handle::from(attr), sys::TFS_KILL_SET_ID, &Attr::default())?;
         }
         self.drop_capability(attr)
     }
@@ -518,25 +522,18 @@ impl Server {
         let (size, flags, ext, _) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let name = c.name().ok_or_else(short)?;
         let value = c.bytes(size as usize).ok_or_else(short)?;
+        check_xattr_name(name)?;
         let attr = self.fs.getattr(self.nodes.handle(h.node))?;
         self.refuse_protected(&attr, true)?;
+        if name == acl::ACCESS || name == acl::DEFAULT {
+            self.require_owner(h, &attr)?;
+        }
         if name == acl::ACCESS {
             let acl = Acl::parse(value).ok_or(Errno::INVAL)?;
-            let mut mode = (attr.mode & 0o7000) | acl.mode();
-            if ext & abi::SETXATTR_ACL_KILL_SGID != 0 {
-                mode &= !S_ISGID;
-            }
-            if acl.is_only_mode() {
-                match self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, Some(mode)) {
-                    Err(Errno::NODATA) => {
-                        let new = Attr { mode: (attr.mode & S_IFMT) | mode, ..Attr::default() };
-                        self.fs.setattr(self.nodes.handle(h.node), sys::TFS_SET_MODE, &new)?;
-                    }
-                    done => done?,
-                }
-            } else {
-                self.fs.xattr_set(self.nodes.handle(h.node), name, Some(value), 0, Some(mode))?;
-            }
+            let kill = if ext & abi::SETXATTR_ACL_KILL_SGID != 0 { sys::TFS_XATTR_KILL_SGID } else { 0 };
+            let (value, how) =
+                (Some(value).filter(|_| !acl.is_only_mode()), sys::TFS_XATTR_PERMISSIONS | kill);
+            self.fs.xattr_set(self.nodes.handle(h.node), name, value, how, Some(acl.mode()))?;
             return empty();
         }
         if name == acl::DEFAULT {
@@ -544,36 +541,22 @@ impl Server {
                 return Err(Errno::ACCESS);
             }
             Acl::parse(value).ok_or(Errno::INVAL)?;
-        } else if ![&b"user."[..], b"trusted.", b"security."].iter().any(|p| name.starts_with(p)) {
-            return Err(Errno::OPNOTSUPP);
         }
         self.fs.xattr_set(self.nodes.handle(h.node), name, Some(value), flags, None)?;
         empty()
     }
+}
 
-    fn ioctl(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
-        let (_fh, _flags, cmd, _arg) = (u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u64s(&mut c)?);
-        let (in_size, _out_size) = (u32s(&mut c)?, u32s(&mut c)?);
-        let mut out = Out::new();
-        out.u32(0).u32(0).u32(0).u32(0);
-        match cmd {
-            abi::FS_IOC_GETFLAGS => {
-                out.u32(self.fs.getattr(self.nodes.handle(h.node))?.flags);
-            }
-            abi::FS_IOC_SETFLAGS if in_size >= 4 => {
-                let flags = u32s(&mut c)?;
-                if flags & !(sys::TFS_FL_IMMUTABLE | sys::TFS_FL_APPEND) != 0 {
-                    return Err(Errno::OPNOTSUPP);
-                }
-                self.fs.setattr(
-                    self.nodes.handle(h.node),
-                    sys::TFS_SET_FLAGS,
-                    &Attr { flags, ..Attr::default() },
-                )?;
-            }
-            _ => return Err(Errno::NOTTY),
-        }
-        Ok(Reply::Body(out))
+/// Refuses the name of an extended attribute that a guest's kernel would refuse.
+fn check_xattr_name(name: &[u8]) -> Result<()> {
+    if name == acl::ACCESS || name == acl::DEFAULT {
+        return Ok(());
+    }
+    let rest = [&b"user."[..], b"trusted.", b"security."].iter().find_map(|space| name.strip_prefix(*space));
+    match rest {
+        None => Err(Errno::OPNOTSUPP),
+        Some([]) => Err(Errno::INVAL),
+        Some(_) => Ok(()),
     }
 }
 
@@ -581,14 +564,8 @@ pub(super) fn u32s(c: &mut Cursor<'_>) -> Result<u32> {
     c.u32().ok_or_else(short)
 }
 
-fn u64s(c: &mut Cursor<'_>) -> Result<u64> {
+pub(super) fn u64s(c: &mut Cursor<'_>) -> Result<u64> {
     c.u64().ok_or_else(short)
-}
-
-/// Returns a mode without set-id bits, as after a chown: set-group-id without group execution is no privilege and stays.
-fn killed(mode: u32) -> u32 {
-    let sgid = if mode & S_IXGRP != 0 { S_ISGID } else { 0 };
-    mode & !(S_ISUID | sgid)
 }
 
 fn sized<'a>(value: Vec<u8>, size: u32) -> Answer<'a> {

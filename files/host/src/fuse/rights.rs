@@ -13,6 +13,7 @@ use crate::fs::{Attr, Expect, Handle, Result};
 use crate::sys;
 
 /// Bits of a process's capabilities (capabilities(7)).
+const CAP_CHOWN: u32 = 0;
 const CAP_FOWNER: u32 = 3;
 const CAP_FSETID: u32 = 4;
 /// After so many changes of a name between its lookup and the operation, the caller gets ESTALE.
@@ -34,6 +35,18 @@ pub(super) fn keeps_set_id(h: &Header) -> bool {
 }
 
 impl Server {
+    /// Refuses what only the owner of an inode may do. The kernel has checked the owner that it knew; if the caller has the file open, another member may
+    /// have changed that since.
+    pub(super) fn require_owner(&self, h: &Header, inode: &Attr) -> Result<()> {
+        if h.uid == inode.uid || capable(h, CAP_FOWNER) { Ok(()) } else { Err(Errno::PERM) }
+    }
+
+    /// As [`Server::require_owner`], for a change to this owner. None: only the group changes, which the kernel has checked.
+    pub(super) fn require_chown(&self, h: &Header, inode: &Attr, to: Option<u32>) -> Result<()> {
+        let is_owner = h.uid == inode.uid && to.is_none_or(|uid| uid == inode.uid);
+        if is_owner || capable(h, CAP_CHOWN) { Ok(()) } else { Err(Errno::PERM) }
+    }
+
     /// Returns the inode of a name if the caller may remove it from the directory. ESTALE: it may not, which the kernel finds out when it looks
     /// again.
     fn removable(&self, h: &Header, dir: &Attr, name: &[u8]) -> Result<Expect> {
@@ -154,6 +167,53 @@ mod tests {
         assert_eq!(ask(&server, 1000, op::UNLINK, b"his\0"), Err(Errno::NOENT));
         make(&server, "any", 1000);
         assert_eq!(ask(&server, 0, op::UNLINK, b"any\0"), Ok(()));
+    }
+
+    /// Such requests arrive for an open file that another member has given to another user.
+    #[test]
+    fn who_does_not_own_a_file_any_more_changes_neither_its_mode_nor_owner_nor_times_nor_acl() {
+        let server = server();
+        make(&server, "given", 1000);
+        let file = server.fs.lookup(ROOT, b"given").expect("lookup").0;
+        let node = server.nodes.number(file);
+        let to = |uid: u32, opcode: u32, fill: &dyn Fn(&mut Out)| {
+            let mut body = Out::new();
+            fill(&mut body);
+            // No process of the test's PID namespace, so its user counts.
+            let h = Header { opcode, unique: 1, node, uid, gid: uid, pid: 0 };
+            server.answer(&h, Cursor(&body.0)).map(drop)
+        };
+        let set = |uid: u32, valid: u32| {
+            to(uid, op::SETATTR, &|b| {
+                b.u32(valid).u32(0).zeros(6 * 8 + 3 * 4).u32(0o6777).u32(0).u32(1001).u32(1001).u32(0);
+            })
+        };
+        let acl: &[u8] = &[
+            2, 0, 0, 0, 1, 0, 7, 0, 255, 255, 255, 255, 2, 0, 7, 0, 233, 3, 0, 0, 4, 0, 7, 0, 255, 255, 255,
+            255, 16, 0, 7, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255, 255, 255,
+        ];
+        let set_acl = |uid: u32| {
+            to(uid, op::SETXATTR, &|b| {
+                b.u32(acl.len() as u32).u32(0).u32(0).u32(0).bytes(b"system.posix_acl_access\0").bytes(acl);
+            })
+        };
+        let drop_acl = |uid: u32| {
+            to(uid, op::REMOVEXATTR, &|b| {
+                b.bytes(b"system.posix_acl_access\0");
+            })
+        };
+        let no = Err(Errno::PERM);
+        for valid in [fattr::MODE, fattr::UID, fattr::GID, fattr::ATIME, fattr::MTIME] {
+            assert_eq!(set(1001, valid), no, "{valid:#x}");
+        }
+        assert_eq!([set_acl(1001), drop_acl(1001)], [no; 2]);
+        let now = fattr::ATIME | fattr::ATIME_NOW | fattr::MTIME | fattr::MTIME_NOW;
+        assert_eq!([set(1001, now), set(1001, fattr::SIZE)], [Ok(()); 2], "who may write may do this");
+        let attr = server.fs.getattr(file).expect("attributes");
+        assert_eq!((attr.mode & 0o7777, attr.uid, attr.gid, attr.has_xattr), (0o666, 1000, 0, false));
+        assert_eq!([set(1000, fattr::MODE), set_acl(1000), drop_acl(1000)], [Ok(()); 3]);
+        assert_eq!([set(1000, fattr::UID), set(1000, fattr::GID)], [no, Ok(())]);
+        assert_eq!([set(0, fattr::UID), set(0, fattr::MODE), set_acl(0)], [Ok(()); 3]);
     }
 
     /// As local file systems do by the kernel's checks, which need flags that a FUSE inode does not have.

@@ -19,6 +19,7 @@ use super::abi::{self, Header, OUT_HEADER, Out, init, op};
 use super::locks::Request;
 use super::ops::{Piece, Reply, Server};
 use super::options::MountOptions;
+use crate::caller;
 
 /// Largest write the kernel sends at once.
 const MAX_WRITE: u32 = 1 << 20;
@@ -301,7 +302,12 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
                 Some(done) => done.map(|()| Reply::Body(Out::new())),
             }
         }
-        _ => server.answer(&header, body),
+        // These give back what a process that ends has left.
+        op::FLUSH | op::RELEASE | op::RELEASEDIR => server.answer(&header, body),
+        _ => {
+            let _working = caller::work_for(header.pid);
+            server.answer(&header, body)
+        }
     };
     match send(device, header.unique, &answer) {
         Ok(()) => Ok(true),

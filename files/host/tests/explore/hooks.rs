@@ -29,7 +29,7 @@ macro_rules! silent {
 }
 silent! {
     __tsan_init() __tsan_func_entry(usize) __tsan_func_exit() __tsan_atomic_thread_fence(c_int) __tsan_atomic_signal_fence(c_int)
-    tfs_os_flush(usize, usize) tfs_os_drain() tfs_os_yield() tfs_os_ring(usize, u32) tfs_os_wake(usize, usize)
+    tfs_os_flush(usize, usize) tfs_os_drain() tfs_os_ring(usize, u32) tfs_os_wake(usize, usize)
     tfs_os_waiting(usize, u32, bool, u64)
 }
 
@@ -156,6 +156,11 @@ extern "C" fn tfs_os_alloc(bytes: u64) -> *mut c_void {
 extern "C" fn tfs_os_free(p: *mut c_void) {
     // SAFETY: from tfs_os_alloc, once.
     unsafe { libc::free(p) }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn tfs_os_yield() {
+    schedule::yielded();
 }
 
 #[unsafe(no_mangle)]

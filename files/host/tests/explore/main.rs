@@ -6,6 +6,7 @@
 //! - [`plan`]: the order in which threads run and die.
 //! - [`hooks`]: what the instrumented core calls.
 //! - [`cases`]: the members' operations, and their required outcome.
+//! - [`endless`]: walks that damage has made as long as can be.
 //! - [`found`]: single states in which a member is suspended, refused or has left work, and what one member does in them.
 //! - [`mapped`]: members that map files whose blocks are removed, and those that use the blocks again.
 //! - [`narrow`]: two threads that meet within a few accesses, and states after several deaths.
@@ -16,6 +17,7 @@
 //! accesses of the first kind. A failure prints its plan; TOMBOLO_EXPLORE_SEED=N begins with that seed.
 
 mod cases;
+mod endless;
 mod found;
 mod hooks;
 mod mapped;

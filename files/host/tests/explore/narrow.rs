@@ -59,7 +59,7 @@ impl Zone {
         self.store(tx, 1 << 32 | u64::from(sys::TFS_TX_OPEN));
     }
 
-    fn run(&self, plan: Plan, bodies: Vec<Box<dyn FnOnce() + '_>>) -> Result<Ran, String> {
+    pub fn run(&self, plan: Plan, bodies: Vec<Box<dyn FnOnce() + '_>>) -> Result<Ran, String> {
         let threads = bodies.into_iter().map(|body| Thread { body, after: None, process: None }).collect();
         Schedule::run(threads, [Zone::region(&self.map), Zone::region(&self.reader)], plan, |_| {})
     }

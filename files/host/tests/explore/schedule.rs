@@ -39,6 +39,8 @@ struct Coroutine<'a> {
     state: State,
     steps: usize,
     stores: usize,
+    /// Accesses when it last yielded the CPU.
+    yielded: usize,
 }
 
 /// A thread of a run.
@@ -58,6 +60,7 @@ pub struct Schedule<'a> {
     regions: [(usize, usize); 2],
     clock: u64,
     waits: usize,
+    longest: usize,
     pub damage: Vec<String>,
 }
 
@@ -69,6 +72,8 @@ pub struct Ran {
     pub stores: Vec<usize>,
     /// The thread ended.
     pub done: Vec<bool>,
+    /// The most accesses of a thread in which it has not yielded the CPU.
+    pub longest: usize,
     pub damage: Vec<String>,
 }
 
@@ -105,6 +110,7 @@ impl<'a> Schedule<'a> {
             regions,
             clock: 1,
             waits: 0,
+            longest: 0,
             damage: Vec::new(),
         };
         let p: *mut Schedule<'a> = &raw mut s;
@@ -117,6 +123,7 @@ impl<'a> Schedule<'a> {
             steps: s.coroutines.iter().map(|c| c.steps).collect(),
             stores: s.coroutines.iter().map(|c| c.stores).collect(),
             done: s.coroutines.iter().map(|c| c.state == State::Done).collect(),
+            longest: s.longest,
             damage: s.damage,
         })
     }
@@ -191,6 +198,7 @@ impl<'a> Schedule<'a> {
         c.steps += 1;
         c.stores += usize::from(stores);
         let (steps, store) = (c.steps, c.stores);
+        self.longest = self.longest.max(steps - c.yielded);
         if stores && self.plan.dies(self.current, store) {
             self.die();
         } else if self.plan.switches(self.current, steps) {
@@ -211,7 +219,7 @@ impl<'a> Coroutine<'a> {
         }
         let state = thread.after.map_or(State::Ready, State::After);
         let (body, process) = (Some(thread.body), thread.process);
-        Coroutine { context, _stack: stack, body, process, state, steps: 0, stores: 0 }
+        Coroutine { context, _stack: stack, body, process, state, steps: 0, stores: 0, yielded: 0 }
     }
 }
 
@@ -232,8 +240,17 @@ pub fn access(address: usize, stores: bool) {
     });
 }
 
+/// Called when a thread lets others have the CPU.
+pub fn yielded() {
+    with(|s| {
+        let c = &mut s.coroutines[s.current];
+        c.yielded = c.steps;
+    });
+}
+
 /// Called when a thread waits, for so long if nothing happens.
 pub fn wait(ns: u64) {
+    yielded();
     with(|s| {
         s.clock += ns.max(1000);
         s.waits += 1;

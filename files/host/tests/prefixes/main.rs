@@ -275,6 +275,41 @@ fn run_full(persistent: bool) {
     report(&s);
 }
 
+/// A death in the middle of an unlink may leave the name's place in the index. It must find nothing once a longer name lies there, whose last bytes
+/// are where the inode number of the removed name was.
+#[test]
+fn a_place_that_a_death_left_in_an_index_finds_no_name_within_a_longer_one() {
+    const IN_TWO_BLOCKS: u64 = 2 * sys::TFS_GRANULES_PER_BLOCK as u64;
+    // The bytes of a name in its first granule.
+    const FIRST: usize = (sys::TFS_GRANULE - sys::TFS_DIRENT_HEADER) as usize;
+    let mut s = Sweep::new(4, false, |fs| {
+        let d = create(fs, ROOT, "d", DIR);
+        (0..IN_TWO_BLOCKS).for_each(|i| _ = create(fs, d, &format!("n{i}"), REG));
+        fs.unlink(d, b"n100", None).expect("unlink");
+    });
+    let d = find(s.worker(), "d");
+    for tail in 1..=40 {
+        let long = "x".repeat(FIRST + tail);
+        s.each_death(
+            |fs| fs.unlink(d, b"n101", None).expect("unlink"),
+            |world| {
+                let fs = world.open(0)?;
+                fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+                create(&fs, d, &long, REG);
+                let is_there = fs.list(d).expect("names").iter().any(|entry| entry.name == b"n101");
+                let found = fs.lookup(d, b"n101");
+                fs.abandon();
+                if found.is_ok() != is_there || !matches!(found, Ok(_) | Err(rustix::io::Errno::NOENT)) {
+                    return Err(format!("beside a name of {} bytes: {found:?}", long.len()));
+                }
+                world.check().map(|_| ())
+            },
+        );
+        // each_death leaves the last state: the name is removed.
+        create(s.worker(), d, "n101", REG);
+    }
+}
+
 /// After a death in the middle of removing blocks, none of them may be reused while a living member may still map it.
 #[test]
 fn blocks_of_a_half_done_truncate_stay_with_who_maps_them() {
