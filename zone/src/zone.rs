@@ -608,12 +608,10 @@ impl Zone {
 
     /// As [`Self::reap`], by a member: does it in place of an owner if none lives. Of VMs only an owner knows whether they live, so these it leaves.
     pub fn reap_without_owner(&self) -> Result<Vec<MemberId>> {
-        if self.is_owner() {
-            return self.reap();
-        }
-        let Some(_no_owner_comes) = Own::try_hold(self.file.as_fd(), OWNER_BYTE)? else {
+        let no_owner_comes = Own::try_hold(self.file.as_fd(), OWNER_BYTE)?;
+        if !self.is_owner() && no_owner_comes.is_none() {
             return Ok(Vec::new());
-        };
+        }
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         let mut dead = Vec::new();
         for member in self.slots()? {

@@ -207,6 +207,12 @@ impl Machine {
         self.again && self.lock().phase == Phase::Booting
     }
 
+    /// Returns whether a command stops the VM, or has stopped it.
+    pub fn is_stopped(&self) -> bool {
+        let state = self.lock();
+        state.phase == Phase::Stopping || state.phase == Phase::Ended && state.ending.is_none()
+    }
+
     /// Notes that the end of the growth of its memory has been dealt with.
     pub fn set_grown(&self) {
         self.lock().grown = true;

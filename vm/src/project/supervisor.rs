@@ -111,6 +111,8 @@ struct Inner {
     lost: BTreeMap<String, String>,
     /// The number of requests that are being carried out.
     requests: usize,
+    /// The number of those that have stopped everything and wait for the end of the others.
+    downs: usize,
     /// The supervisor is about to end, and refuses requests.
     withdrawn: bool,
 }
@@ -261,6 +263,7 @@ impl Supervisor {
                 accelerators: BTreeMap::new(),
                 lost: BTreeMap::new(),
                 requests: 0,
+                downs: 0,
                 withdrawn: false,
             }),
             changing: Turns::default(),

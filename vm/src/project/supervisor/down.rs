@@ -114,17 +114,23 @@ impl Supervisor {
     /// Waits for the end of other requests when nothing runs any more. One that is stuck, as in a file system that does not answer, keeps this process no
     /// longer than that: it can't start anything now.
     fn await_others(&self, until: Instant, latest: Instant, reporter: &Reporter) {
-        while self.lock().requests > 1 {
+        self.lock().downs += 1;
+        let others = || {
+            let inner = self.lock();
+            inner.requests > inner.downs
+        };
+        while others() {
             if Instant::now() >= until.min(latest) {
                 let others: Vec<String> =
                     REQUESTS.inside().into_iter().filter(|what| what != "down").collect();
                 let text = format!("the supervisor ends, though this does not: {}", others.join(", "));
                 reporter.send(&Event::Note { text });
                 self.lock().withdrawn = true;
-                return;
+                break;
             }
             std::thread::sleep(LOOK);
         }
+        self.lock().downs -= 1;
     }
 
     fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {

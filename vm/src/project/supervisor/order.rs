@@ -84,16 +84,21 @@ impl Order {
 /// Finds the machine that runs under a VM's name now: a VM that reboots is another machine afterwards.
 pub(super) type Find<'a> = dyn Fn(&str) -> Option<Arc<Machine>> + Sync + 'a;
 
+fn stopped(name: &str) -> String {
+    format!("the VM '{name}' was stopped")
+}
+
 /// Returns whether a VM is healthy or has no check.
 ///
 /// # Errors
 /// When it is unhealthy, or has ended and is not about to start again.
 pub(super) fn is_healthy(name: &str, machine: &Find<'_>) -> anyhow::Result<bool> {
-    let Some(machine) = machine(name) else { anyhow::bail!("the VM '{name}' was stopped") };
+    let Some(machine) = machine(name) else { anyhow::bail!("{}", stopped(name)) };
     match machine.phase() {
         Phase::Up => {}
         Phase::Booting => return Ok(false),
         _ if machine.is_to_start_again() => return Ok(false),
+        _ if machine.is_stopped() => anyhow::bail!("{}", stopped(name)),
         _ => {
             anyhow::bail!("the VM '{name}' does not run any more ({})", machine.status().state)
         }

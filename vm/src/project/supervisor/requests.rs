@@ -151,7 +151,9 @@ impl Supervisor {
     /// Carries out a request, and sends its result.
     fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter, inside: Inside) {
         reporter.send(&Event::Heard);
-        let result = unpanicked(self.dir.path(), || self.carry_out(request, peer, &reporter, inside));
+        // No upgrade begins before the answer has been sent.
+        let mut inside = Some(inside);
+        let result = unpanicked(self.dir.path(), || self.carry_out(request, peer, &reporter, &mut inside));
         // A client that has its answer must find no trace of a supervisor that has nothing left to do.
         let idle = self.leave();
         match result {
@@ -164,12 +166,13 @@ impl Supervisor {
         }
     }
 
+    /// Does the work of a request. What takes its place inside away lets an upgrade begin.
     fn carry_out(
         self: &Arc<Self>,
         request: Request,
         peer: Peer,
         reporter: &Reporter,
-        inside: Inside,
+        inside: &mut Option<Inside>,
     ) -> anyhow::Result<Sequel> {
         let done = match request {
             Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, reporter),
@@ -194,11 +197,11 @@ impl Supervisor {
             Request::Console { vm } => {
                 let machine = self.machine(&vm)?;
                 let socket = session::watch(&machine, peer, RECENT)?;
-                self.lasting.type_all(&machine, &socket, Some(inside));
+                self.lasting.type_all(&machine, &socket, inside.take());
                 return Ok(Sequel::Nothing);
             }
             Request::Upgrade { program, seconds } => {
-                self.upgrade(program.as_deref(), seconds, peer, reporter, inside)
+                self.upgrade(program.as_deref(), seconds, peer, reporter, inside.take())
             }
             Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {

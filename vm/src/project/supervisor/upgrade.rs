@@ -99,7 +99,7 @@ impl Supervisor {
         seconds: u64,
         peer: Peer,
         reporter: &Reporter,
-        inside: Inside,
+        inside: Option<Inside>,
     ) -> anyhow::Result<()> {
         let _only = Only::of(&self.upgrading)?;
         let socket = peer.socket();
