@@ -65,7 +65,7 @@ void tfs_close_account(struct tfs *fs, struct tfs_inode *inode)
 	if (!a)
 		return;
 	tmb_fetch_add(&a->inodes, -1);
-	tmb_fetch_add(&a->blocks, -(tmb_s64)tmb_load(&inode->blocks));
+	tmb_fetch_add(&a->blocks, (tmb_s64)(0 - tmb_load(&inode->blocks)));
 	tmb_store(&inode->account, 0);
 }
 

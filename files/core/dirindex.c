@@ -189,7 +189,7 @@ static void index_drop(struct tfs *fs, struct tfs_inode *dir)
 	tfs_persist(fs, &dir->index_root, 2 * sizeof(dir->index_root));
 	tfs_barrier(fs);
 	tfs_tree_mark(fs, index_tree(old), tfs_tag(fs), TFS_MAP_FREE);
-	tfs_count_blocks(fs, dir, -(tmb_s64)had);
+	tfs_count_blocks(fs, dir, (tmb_s64)(0 - had));
 }
 
 int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, struct tfs_slot *slot)

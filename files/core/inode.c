@@ -315,7 +315,7 @@ int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_
 		for (tmb_u32 i = 0; i < gone->n; i++)
 			tfs_set_map(fs, gone->runs[i].block, gone->runs[i].count, mark);
 		tfs_free_end(fs, mark, holders);
-		tfs_count_blocks(fs, inode, -(tmb_s64)gone->blocks);
+		tfs_count_blocks(fs, inode, (tmb_s64)(0 - gone->blocks));
 		removed += gone->blocks;
 		tfs_os_yield();
 		if (removed > fs->blocks)
