@@ -12,7 +12,7 @@ mod common;
 /// The lab's NVMe disk, and the driver that the host has for it.
 const DISK: &str = "0000:81:00.0";
 /// Deaths of QEMU, the supervisor and the guest under load, in turn, unless TOMBOLO_KILLS says how many.
-const DEATHS: &str = "6";
+const DEATHS: u64 = 6;
 
 /// A zone of the bypassed VM: memory that is not in its map.
 const ZONE: &str = "zones = { shared = { mount = \"/mnt\" } }\n[zone.shared]\nsize = \"32M\"\nfiles = true";
@@ -67,7 +67,7 @@ fn events(trace: &Path, words: &str) -> Vec<String> {
     trace.lines().filter(|line| line.contains(words) && translates(line)).map(str::to_owned).collect()
 }
 
-/// Whether an event is not a request that QEMU's IOMMU passed through, which it does with the first one before it steps out of the way.
+/// Returns false for a request that the IOMMU passed through. QEMU traces the first request of a device without translation, and none after it.
 fn translates(event: &str) -> bool {
     let word = |after: &str| event.split(after).nth(1).and_then(|rest| rest.split(' ').next());
     !event.contains("vtd_dmar_translate") || word("iova ") != word("gpa ")
@@ -141,7 +141,7 @@ impl Bench {
     }
 
     /// The death of one part of the VM. Returns when its memory has gone back.
-    fn die(&self, turn: usize) {
+    fn die(&self, turn: u64) {
         let ps = self.lab.json("tombolo ps --json");
         let supervisor = ps["supervisor"].to_string();
         let vms = ps["vms"].as_array().unwrap();
@@ -199,7 +199,7 @@ fn a_bypassed_disk_writes_nowhere_but_to_its_vm_whoever_dies() {
     let said = String::from_utf8_lossy(&upgrade.stderr).into_owned();
     assert!(!upgrade.status.success() && said.contains("bypassed devices"), "{said}");
 
-    let deaths = std::env::var("TOMBOLO_KILLS").unwrap_or(DEATHS.into()).parse().unwrap();
+    let deaths = common::setting("TOMBOLO_KILLS", DEATHS);
     // Everything but the VM's memory is guarded while it works, and its own once it is dead.
     for turn in 0..deaths {
         lab.good(&format!("rm -f filled; setsid {guard} 20 512 filled >guarded 2>&1 & echo $! >guard.pid"));
@@ -235,7 +235,7 @@ const CARD_MOVES: &str = "modprobe e1000e
     seq 1000000 >/tmp/numbers
     nc 10.0.2.100 19 </dev/null | cmp - /tmp/numbers";
 
-/// What the card moves, in MiB: 6,888,896 bytes are the numbers.
+/// The MiB that the card sends and receives. The numbers that it receives have 6,888,896 bytes.
 const CARD_MEBIBYTES: f64 = 8.0 + 6_888_896.0 / (1 << 20) as f64;
 
 #[test]
@@ -246,11 +246,7 @@ fn translations_for_each_mebibyte_by_page_size_and_by_bypass() {
     load_module(&lab, &modules);
     // A VM without `pages` has small ones then.
     lab.good("cd /sys/kernel/mm/transparent_hugepage; echo never >enabled; echo never >shmem_enabled");
-    let list = lab.json("tombolo passthrough list --json");
-    let card = list.as_array().unwrap().iter().find(|d| {
-        d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
-    });
-    let card = card.unwrap()["address"].as_str().unwrap().to_owned();
+    let card = lab.card();
 
     let vm = |name: &str, memory: &str, bypass: bool| {
         let device = |address: &str| format!("{{ address = \"{address}\", bypass = {bypass} }}");

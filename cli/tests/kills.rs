@@ -27,10 +27,6 @@ impl Random {
     }
 }
 
-fn number(variable: &str, default: u64) -> u64 {
-    std::env::var(variable).map_or(default, |text| text.parse().unwrap())
-}
-
 /// Two VMs, each with a stand-in for QEMU, zones that come and go, memory that grows, and a real switch.
 fn lab() -> Lab {
     let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-qemu");
@@ -86,7 +82,7 @@ fn begin(lab: &Lab, arguments: &[&str]) -> Child {
 #[test]
 fn whichever_process_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_not_know_and_nothing_is_lost_that_was_up()
  {
-    let seed = number("TOMBOLO_SEED", u64::from(std::process::id()));
+    let seed = common::setting("TOMBOLO_SEED", u64::from(std::process::id()));
     println!("TOMBOLO_SEED={seed}");
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let lab = lab();
@@ -96,7 +92,7 @@ fn whichever_process_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_n
         let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(program).status();
         assert!(copied.unwrap().success());
     }
-    for round in 0..number("TOMBOLO_KILLS", 30) {
+    for round in 0..common::setting("TOMBOLO_KILLS", 30) {
         lab.good(&["up"]);
         let (before, _) = settled(&lab);
         let vm = |name: &str, ps: &serde_json::Value| {

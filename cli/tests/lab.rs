@@ -8,11 +8,7 @@ mod common;
 #[test]
 fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on_down_and_after_a_crash() {
     let lab = Lab::start("device", &[]);
-    let list = lab.json("tombolo passthrough list --json");
-    let card = list.as_array().unwrap().iter().find(|d| {
-        d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
-    });
-    let card = card.unwrap()["address"].as_str().unwrap().to_owned();
+    let card = lab.card();
     lab.good(&format!(
         "cat >tombolo.toml <<'END'\n\
          [vm.grows]\nkernel = \"6.12\"\nhypervisor = \"kvm\"\nmemory = \"1536M\"\nboot_memory = \"512M\"\ndevices = [\"{card}\"]\nready_timeout = 600\n\

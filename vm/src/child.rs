@@ -71,7 +71,7 @@ pub fn own_program() -> Command {
     command
 }
 
-/// What a program that failed has said on its standard error; of one that was killed, how it ended.
+/// The message of a program that failed: its standard error, or how it ended if it printed nothing there.
 pub fn words(output: &Output) -> String {
     let words = String::from_utf8_lossy(&output.stderr);
     let words = words.trim().trim_start_matches("tombolo: ");
@@ -266,7 +266,7 @@ impl Unbegun {
         let own = std::fs::read("/proc/self/cmdline").unwrap_or_default();
         let unbegun = |pid: u32| {
             let number = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
-            // What is read below is of the process that the handle refers to.
+            // The handle is opened first: if another process gets the number before the command line is read, a kill meets the dead child.
             let pidfd = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty()).ok()?;
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
             (line == own).then_some(Unbegun { pid, handle: Handle { pidfd: Some(pidfd) } })

@@ -59,6 +59,15 @@ impl Lab {
         self.good(&format!("basename $(readlink /sys/bus/pci/devices/{device}/driver)")).trim().to_owned()
     }
 
+    /// The address of the network card that is alone in its IOMMU group.
+    pub fn card(&self) -> String {
+        let list = self.json("tombolo passthrough list --json");
+        let card = list.as_array().unwrap().iter().find(|d| {
+            d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
+        });
+        card.unwrap()["address"].as_str().unwrap().to_owned()
+    }
+
     /// Says a line to the emulator's monitor for people.
     pub fn monitor(&self, line: &str) {
         let mut socket = UnixStream::connect(self.folder.join("qmp")).unwrap();

@@ -14,6 +14,11 @@ use std::time::{Duration, Instant};
 /// Timeout of every wait: far beyond what anything here takes, so that no test fails for a slow machine.
 pub const TIMEOUT: Duration = Duration::from_secs(300);
 
+/// The number in an environment variable, or `default` where that is not set.
+pub fn setting(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |text| text.parse().unwrap())
+}
+
 /// A folder with a compose file, and a runtime folder of its own; everything is taken down at the end.
 pub struct Lab {
     pub dir: tempfile::TempDir,

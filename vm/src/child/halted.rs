@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Processes that do nothing until somebody lets them go on: a signal or a debugger has stopped them, or their cgroup is frozen (as by
+//! Processes that a user has to continue: a signal or a debugger has stopped them, or their cgroup is frozen (as by
 //! `systemctl freeze`). /proc shows the state of a frozen process as that of one that sleeps.
 
 use std::fmt;

@@ -64,7 +64,7 @@ fn choices(pages: Pages) -> &'static [PageSize] {
     }
 }
 
-/// Whether these nodes together have a VM's memory left, each of them a part of it, in one kind of the pages that the VM may have.
+/// Returns whether these nodes have enough memory left for a VM, in pages of one size that it may have. Each node has to give a part of it.
 pub(crate) fn fits(ledger: &Ledger<'_>, request: &Request, nodes: &[u32]) -> bool {
     choices(request.pages).iter().any(|pages| {
         let rooms = || nodes.iter().map(|node| room(ledger, *node, *pages) / pages.unit() * pages.unit());

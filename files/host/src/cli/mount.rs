@@ -305,7 +305,7 @@ fn serve(
         if let Some(joined) = joined {
             looks = looks.wrapping_add(1);
             if looks % LOOKS == 0 {
-                // What fails now is tried again at the next look.
+                // The next look tries again.
                 let _ = joined.reap();
             }
             let pending = server.fs.take_pending(|| joined.take_pending())?;

@@ -74,7 +74,7 @@ impl Reporter {
     }
 }
 
-/// What the client of a request that has been carried out still gets.
+/// The last message to the client of a request that succeeded.
 #[derive(Debug)]
 enum Sequel {
     Answer,
