@@ -13,9 +13,15 @@ use tombolo_accel_client::connection::{Awaited, Connection};
 use tombolo_accel_client::staging::Place;
 use tombolo_accel_spec::opencl::{self as wire, cl};
 
-/// Bytes of a piece, a multiple of a page: short, so that the side which begins later soon does, and long beside what a record costs.
-const PIECE: u64 = 256 << 10;
-/// Pieces that are under way; their slots stay in the processors' caches.
+const PAGE: u64 = 4096;
+/// The longest piece. Shorter ones cost more: a piece takes three threads' turns (the program's, the worker's leader, the driver's), which are too many
+/// for two processors.
+const LONGEST_PIECE: u64 = 1 << 20;
+/// The shortest piece, beside which its record costs little.
+const SHORTEST_PIECE: u64 = 256 << 10;
+/// Transfers at once, at least, for which the window has room.
+const AT_ONCE: u64 = 16;
+/// Pieces that are under way; their slots stay in the processors' caches. A power of two.
 const SLOTS: u64 = 4;
 /// The shortest transfer that gains by it: of 1 MiB, two copies one after the other take less time than handing the pieces over.
 const LEAST: u64 = 2 << 20;
@@ -36,6 +42,12 @@ pub fn suits(queue: Obj, range: &Range) -> Result<bool, i32> {
     Ok(long && range.cut(queue)? && runs_native_kernels(queue)?)
 }
 
+/// Bytes of each piece of a transfer but the last, a multiple of a page: each slot is used, and sixteen transfers at once have room in the window.
+fn piece_of(len: u64, window: u64) -> u64 {
+    let piece = (len / SLOTS).min(window / (AT_ONCE * SLOTS)).clamp(SHORTEST_PIECE, LONGEST_PIECE);
+    piece & !(PAGE - 1)
+}
+
 /// A piece that is under way.
 struct Piece {
     at: u64,
@@ -49,13 +61,15 @@ struct Stream<'c> {
     connection: &'c Connection,
     id: u64,
     range: Range,
+    /// Bytes of each piece but the last.
+    piece: u64,
     writes: bool,
     under_way: VecDeque<Piece>,
 }
 
 impl Stream<'_> {
     fn post(&mut self, at: u64, slot: u64) -> Result<(), i32> {
-        let len = PIECE.min(self.range.len - at);
+        let len = self.piece.min(self.range.len - at);
         let host = self.range.piece(at, len);
         if self.writes {
             let to = self.connection.window.at(slot, len).map_err(|_| cl::MEM_OBJECT_ALLOCATION_FAILURE)?;
@@ -97,10 +111,10 @@ impl Stream<'_> {
     }
 
     fn all(&mut self, slots: u64, count: u64) -> Result<(), i32> {
-        for at in (0..self.range.len).step_by(PIECE as usize) {
+        for at in (0..self.range.len).step_by(self.piece as usize) {
             let slot = match self.under_way.len() as u64 {
                 full if full == count => self.take()?.unwrap_or(slots),
-                free => slots + free * PIECE,
+                free => slots + free * self.piece,
             };
             self.post(at, slot)?;
         }
@@ -111,10 +125,11 @@ impl Stream<'_> {
 
 fn transfer(queue: Obj, range: Range, writes: bool) -> Result<(), i32> {
     let connection = rt::connection()?;
-    let count = SLOTS.min(range.len.div_ceil(PIECE));
-    let slots = staging(queue, count * PIECE, Place::Beside(range.pointer))?;
+    let piece = piece_of(range.len, connection.window.len());
+    let count = SLOTS.min(range.len.div_ceil(piece));
+    let slots = staging(queue, count * piece, Place::Beside(range.pointer))?;
     let id = NEXT.fetch_add(1, Ordering::Relaxed);
-    let mut stream = Stream { connection, id, range, writes, under_way: VecDeque::new() };
+    let mut stream = Stream { connection, id, range, piece, writes, under_way: VecDeque::new() };
     let record = wire::EnqueueStream {
         queue: queue.id(),
         buffer: range.buffer.id(),
@@ -131,12 +146,12 @@ fn transfer(queue: Obj, range: Range, writes: bool) -> Result<(), i32> {
         for piece in stream.under_way.drain(..) {
             rt::lost(connection.redeemed(&piece.copied))?;
         }
-        connection.give_staging(slots, count * PIECE);
+        connection.give_staging(slots, count * piece);
         // The queue was closed by what failed, and knows its code.
         rt::call(&wire::Finish { command_queue: queue.id() })?;
         return Err(code);
     }
-    connection.give_staging(slots, count * PIECE);
+    connection.give_staging(slots, count * piece);
     Ok(())
 }
 
@@ -148,4 +163,24 @@ pub fn read(queue: Obj, range: Range) -> Result<(), i32> {
 /// Writes a range of a buffer.
 pub fn write(queue: Obj, range: Range) -> Result<(), i32> {
     transfer(queue, range, true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_pages_and_leave_room_for_sixteen_transfers() {
+        for (len, window, piece) in [
+            (LEAST, 1 << 30, 512 << 10),
+            (4 << 20, 1 << 30, 1 << 20),
+            ((4 << 20) - 1, 1 << 30, (1 << 20) - PAGE),
+            (1 << 40, 1 << 30, 1 << 20),
+            (64 << 20, 64 << 20, 1 << 20),
+            (64 << 20, 32 << 20, 512 << 10),
+            (64 << 20, 8 << 20, 256 << 10),
+        ] {
+            assert_eq!(piece_of(len, window), piece, "{len} {window}");
+        }
+    }
 }

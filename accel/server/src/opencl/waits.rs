@@ -75,13 +75,13 @@ pub(super) fn queue(cx: &mut Cx<'_>, id: u64) -> Result<(), i32> {
         n.clRetainCommandQueue.ok_or(wire::UNSUPPORTED)?,
         n.clReleaseCommandQueue.ok_or(wire::UNSUPPORTED)?,
     );
-    let long = cx.extra(kind::QUEUE, id, |extra| extra.waits_long)?;
+    let marked = cx.extra(kind::QUEUE, id, |extra| extra.waits_long)?;
     cx.may_block()?;
     let begun = Instant::now();
     // SAFETY: a live queue, which stays while this thread waits, as above.
     let status = unsafe {
         retain(native);
-        if long {
+        if marked {
             mark(cx, native, id);
         }
         let status = finish(native);
@@ -89,8 +89,10 @@ pub(super) fn queue(cx: &mut Cx<'_>, id: u64) -> Result<(), i32> {
         status
     };
     let long = begun.elapsed() > LONG;
-    // It may have been given up meanwhile.
-    let _gone = lock(&cx.cl.table).extra_mut(kind::QUEUE, id).map(|extra| extra.waits_long = long);
+    if long != marked {
+        // It may have been given up meanwhile.
+        let _gone = lock(&cx.cl.table).extra_mut(kind::QUEUE, id).map(|extra| extra.waits_long = long);
+    }
     cx.status(status)
 }
 
