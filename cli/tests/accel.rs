@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use common::{Lab, TIMEOUT, assert_names_the_missing_module, signal};
+use common::{Lab, TIMEOUT, assert_names_the_missing_module, page, signal};
 use opencl::{client_library, done, folder, image, program};
 use serde_json::Value;
 
@@ -193,6 +193,23 @@ accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
     let left = std::fs::read_dir(lab.dir.path()).unwrap().map(|e| e.unwrap().file_name());
     let left: Vec<_> = left.filter(|name| name.to_string_lossy().starts_with("tombolo-accel")).collect();
     assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_vm_finds_the_hosts_devices_by_the_commands_of_the_page() {
+    let mut compose = String::new();
+    for line in page::file("accelerators.md", "tombolo.toml").lines() {
+        compose.extend([line, "\n"]);
+        if line.starts_with("[vm.") {
+            compose.push_str(&format!(
+                "kernel = \"6.1\"\ninitrd = \"{}\"\nmemory = \"512M\"\n",
+                guest_image().display()
+            ));
+        }
+    }
+    let lab = Lab::new(&compose);
+    page::run(&lab, "accelerators.md", "vm", None);
+    lab.assert_nothing_left();
 }
 
 const ONE: &str =

@@ -94,7 +94,7 @@ fn a_qemu_is_in_a_cgroup_with_its_limits_which_goes_with_it() {
 
 #[test]
 fn limits_are_set_and_go_by_the_commands_of_the_guide() {
-    let commands = page::commands("vms.md", "sh guest", |_| true);
+    let commands = page::commands("vms.md", "guest");
     assert!(commands.len() > 4, "{commands:?}");
     let lab = Lab::new(
         "[vm.a]\nkernel = \"6.1\"\nmemory = \"512M\"\ndisks = [{ path = \"tools.img\", readonly = true }]\n",

@@ -178,6 +178,19 @@ fn a_server_ends_with_the_last_invitation_and_leaves_no_socket() {
 }
 
 #[test]
+fn vms_that_are_invited_at_once_share_one_server() {
+    let place = Place::new();
+    let names = ["a", "b", "c", "d"];
+    std::thread::scope(|scope| {
+        for name in names {
+            scope.spawn(|| place.invite(name, &[]));
+        }
+    });
+    let invited = |name: &&str| place.member(name).is_some_and(|m| m.state == MemberState::Invited);
+    assert!(names.iter().all(invited) && place.server().is_some());
+}
+
+#[test]
 fn a_server_that_dies_makes_no_vm_dead() {
     let place = Place::new();
     let socket = place.invite("a", &[]);

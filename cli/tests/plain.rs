@@ -4,8 +4,8 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::TIMEOUT;
 use common::plain::Plain;
+use common::{TIMEOUT, page};
 
 mod common;
 
@@ -42,9 +42,12 @@ impl Host {
         (invite("qemu").lines().map(str::to_owned).collect(), invite("mount").trim().to_owned())
     }
 
+    fn zone(&self) -> serde_json::Value {
+        serde_json::from_str(&self.good(&["zone", "inspect", "own.zone", "--json"])).unwrap()
+    }
+
     fn member(&self, name: &str) -> serde_json::Value {
-        let zone: serde_json::Value =
-            serde_json::from_str(&self.good(&["zone", "inspect", "own.zone", "--json"])).unwrap();
+        let zone = self.zone();
         let members = zone["members"].as_array().unwrap();
         members.iter().find(|m| m["name"] == name).unwrap().clone()
     }
@@ -74,7 +77,18 @@ impl Host {
 #[test]
 fn two_qemus_share_a_zone_and_one_that_is_killed_comes_back_as_the_same_member() {
     let host = Host::new();
-    let (a_arguments, mount) = host.invite("a", &[]);
+    let (a_arguments, printed) = host.invite("a", &[]);
+    let [(mount, nothing)] = &page::commands("qemu.md", "guest")[..] else {
+        panic!("one command mounts a zone")
+    };
+    assert_eq!(nothing, "");
+    let uuid = host.zone()["uuid"].as_str().unwrap().to_owned();
+    assert_eq!(
+        printed,
+        mount.replace("\"$UUID\"", &uuid),
+        "the page's command is the one that 'invite' prints"
+    );
+    let mount = format!("UUID={uuid}; {mount}");
     let (b_arguments, _) = host.invite("b", &[]);
     let mut a = Plain::start(&a_arguments);
     let mut b = Plain::start(&b_arguments);

@@ -5,7 +5,7 @@ use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -83,22 +83,46 @@ impl Backing {
                     .mode(0o600)
                     .open(path)
                     .map_err(|e| Error::io(format!("creating {what}"), e))?;
-                if let Err(error) = check_pages(file.as_fd(), &what) {
+                if let Err(error) = reserve(&file, length, &what) {
                     let _ = std::fs::remove_file(path);
                     return Err(error);
-                }
-                // SAFETY: a descriptor of our own.
-                let refused = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, length) };
-                if refused != 0 {
-                    let error = std::io::Error::from_raw_os_error(refused);
-                    let _ = std::fs::remove_file(path);
-                    return Err(Error::io(format!("{what}: allocating {size} bytes"), error));
                 }
                 Ok(file)
             }
         }
     }
 }
+
+/// Allocates an empty file's `length` bytes, if its pages are this kernel's own.
+pub(crate) fn reserve(file: &File, length: libc::off_t, what: &str) -> Result<()> {
+    check_pages(file.as_fd(), what)?;
+    // SAFETY: a descriptor of our own.
+    let refused = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, length) };
+    if refused != 0 {
+        let error = std::io::Error::from_raw_os_error(refused);
+        return Err(Error::io(format!("{what}: allocating {length} bytes"), error));
+    }
+    Ok(())
+}
+
+/// Returns whether files of a folder are memory, which a reboot of the host takes.
+///
+/// # Errors
+/// The folder can't be opened.
+pub fn lies_in_memory(folder: &Path) -> Result<bool> {
+    let failed = |e| Error::io(format!("the folder {}", folder.display()), e);
+    let opened = File::open(folder).map_err(failed)?;
+    // SAFETY: statfs is plain data; the kernel fills it.
+    let mut info: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a valid descriptor and a valid buffer.
+    if unsafe { libc::fstatfs(opened.as_raw_fd(), &mut info) } != 0 {
+        return Err(failed(std::io::Error::last_os_error()));
+    }
+    Ok([libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC, RAMFS_MAGIC].contains(&info.f_type))
+}
+
+/// linux/magic.h.
+const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
 
 pub(crate) fn sealed_memfd(name: &str, length: libc::off_t, flags: libc::c_uint, what: &str) -> Result<File> {
     let c_name = CString::new(format!("tombolo-zone-{name}"))

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use serde::Serialize;
 use tombolo_control::Size;
+use uuid::Uuid;
 
 use crate::header::Header;
 use crate::numa::{self, Memory};
@@ -29,6 +30,9 @@ pub enum Command {
         /// Name; the file's name unless given
         #[arg(long)]
         name: Option<String>,
+        /// Identity, by which guests mount it: that of a zone that is no more; a new one unless given
+        #[arg(long)]
+        uuid: Option<Uuid>,
     },
     /// List the zones among files and in folders
     Ls {
@@ -127,12 +131,14 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
 /// Runs a command with its output going to `out`.
 pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Create { path, size, name } => {
+        Command::Create { path, size, name, uuid } => {
             let name = match name {
                 Some(name) => name,
                 None => default_name(&path)?,
             };
-            let zone = Zone::create(&ZoneConfig::new(name, size).backing(Backing::File(path.clone())))?;
+            let mut config = ZoneConfig::new(name, size).backing(Backing::File(path.clone()));
+            config.uuid = uuid;
+            let zone = Zone::create(&config)?;
             show(&describe(&zone, Some(&path))?, json, out)?;
         }
         Command::Inspect { path } => {
@@ -308,7 +314,7 @@ mod tests {
     fn a_zone_is_made_listed_shown_and_removed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("data.zone");
-        text(Command::Create { path: path.clone(), size: 16 << 20, name: None }, false);
+        text(Command::Create { path: path.clone(), size: 16 << 20, name: None, uuid: None }, false);
         std::fs::write(dir.path().join("readme"), "no zone").unwrap();
         let listed = text(Command::Ls { paths: vec![dir.path().to_owned()] }, false);
         assert!(listed.contains("data") && listed.contains("16M") && !listed.contains("readme"), "{listed}");

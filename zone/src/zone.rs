@@ -21,6 +21,7 @@ use crate::{Error, Result};
 
 pub mod handover;
 mod ledger;
+mod whole;
 
 use ledger::{Ledger, Tenant};
 
@@ -43,12 +44,14 @@ pub struct ZoneConfig {
     pub areas: Option<Vec<AreaConfig>>,
     /// The NUMA nodes of its memory; `None`: the node of the member that touches a page first.
     pub nodes: Option<Nodes>,
+    /// Its identity, by which guests find it; `None`: a new one.
+    pub uuid: Option<Uuid>,
 }
 
 impl ZoneConfig {
     /// Describes a zone in a memfd with the default areas.
     pub fn new(name: impl Into<String>, size: u64) -> ZoneConfig {
-        ZoneConfig { name: name.into(), size, backing: Backing::Memfd, areas: None, nodes: None }
+        ZoneConfig { name: name.into(), size, backing: Backing::Memfd, areas: None, nodes: None, uuid: None }
     }
 
     /// Sets another backing.
@@ -67,6 +70,18 @@ impl ZoneConfig {
     pub fn nodes(mut self, nodes: Nodes) -> ZoneConfig {
         self.nodes = Some(nodes);
         self
+    }
+
+    /// Gives it the identity of a zone that is no more, so that those who knew that one find it.
+    pub fn uuid(mut self, uuid: Uuid) -> ZoneConfig {
+        self.uuid = Some(uuid);
+        self
+    }
+
+    fn layout(&self) -> Result<Vec<Area>> {
+        name_to(&self.name, "its name", &self.name)?;
+        let default = header::default_areas();
+        header::layout(&self.name, self.size, self.areas.as_deref().unwrap_or(&default))
     }
 }
 
@@ -140,9 +155,7 @@ impl Owner {
 impl Zone {
     /// Makes a zone and owns it. A file must not exist yet; it is removed again when this fails.
     pub fn create(config: &ZoneConfig) -> Result<Zone> {
-        name_to(&config.name, "its name", &config.name)?;
-        let default = header::default_areas();
-        let areas = header::layout(&config.name, config.size, config.areas.as_deref().unwrap_or(&default))?;
+        let areas = config.layout()?;
         let file = config.backing.create(&config.name, config.size, config.nodes.as_ref())?;
         let made = Self::format(file, config, areas);
         if let (Err(_), Backing::File(path)) = (&made, &config.backing) {
@@ -158,7 +171,7 @@ impl Zone {
         let mem = SharedMem::map(file.as_fd(), 0, config.size, true)?;
         let header = Header {
             name: config.name.clone(),
-            uuid: Uuid::new_v4(),
+            uuid: config.uuid.unwrap_or_else(Uuid::new_v4),
             size: config.size,
             created_ns: now_ns(),
             areas,

@@ -1,51 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fenced blocks of the guide's pages.
+//! The guide's pages, by scripts/pages.py.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 use std::path::Path;
+use std::process::Command;
 
-/// A fenced block of a page: what stands behind the fence, and its lines.
-pub struct Block {
-    pub kind: String,
-    pub text: String,
+use super::Lab;
+
+/// scripts/pages.py with these words.
+pub fn pages(words: &[&str]) -> Command {
+    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/pages.py"));
+    command.args(words);
+    command
 }
 
-fn blocks(page: &str) -> Vec<Block> {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(page);
-    let page = std::fs::read_to_string(page).unwrap();
-    let mut blocks = Vec::new();
-    let mut open: Option<Block> = None;
-    for line in page.lines() {
-        match (line.strip_prefix("```"), &mut open) {
-            (Some(kind), None) => open = Some(Block { kind: kind.to_owned(), text: String::new() }),
-            (Some(_), Some(_)) => blocks.extend(open.take()),
-            (None, Some(block)) => block.text.extend([line, "\n"]),
-            (None, None) => {}
-        }
-    }
-    blocks
+/// What it prints; it must succeed.
+pub fn told(mut command: Command) -> String {
+    let output = command.output().expect("python3");
+    let out = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{out}{}", String::from_utf8_lossy(&output.stderr));
+    out
 }
 
 /// The page's file of this name, from all its pieces.
 pub fn file(page: &str, name: &str) -> String {
-    let pieces = blocks(page).into_iter().filter(|block| block.kind == format!("toml {name}"));
-    pieces.map(|block| block.text).collect()
+    let text = told(pages(&["file", page, name]));
+    assert!(!text.is_empty(), "{page} has no {name}");
+    text
 }
 
-/// The commands, with what they print, of the page's blocks of this kind that `wanted` accepts.
-pub fn commands(page: &str, kind: &str, wanted: impl Fn(&Block) -> bool) -> Vec<(String, String)> {
-    let mut commands: Vec<(String, String)> = Vec::new();
-    for block in blocks(page).into_iter().filter(|block| block.kind == kind) {
-        assert!(block.text.starts_with("$ "), "{}", block.text);
-        if !wanted(&block) {
-            continue;
-        }
-        for line in block.text.lines() {
-            match line.strip_prefix("$ ") {
-                Some(command) => commands.push((command.to_owned(), String::new())),
-                None => commands.last_mut().unwrap().1.extend([line, "\n"]),
-            }
-        }
-    }
-    commands
+/// The page's commands of this kind with what they print.
+pub fn commands(page: &str, kind: &str) -> Vec<(String, String)> {
+    serde_json::from_str(&told(pages(&["commands", page, kind]))).unwrap()
+}
+
+/// Runs the page's commands of this kind in the lab's folder. `stand_ins` is a folder of programs that go before the system's.
+pub fn run(lab: &Lab, page: &str, kind: &str, stand_ins: Option<&Path>) {
+    let program = Path::new(env!("CARGO_BIN_EXE_tombolo")).parent().unwrap();
+    let before: String = stand_ins.iter().map(|folder| format!("{}:", folder.display())).collect();
+    let path = format!("{before}{}:{}", program.display(), std::env::var("PATH").unwrap());
+    let mut command = pages(&["run", page, kind]);
+    command.current_dir(lab.dir.path()).env("PATH", path).env("TOMBOLO_HYPERVISOR", "tcg");
+    command.env("XDG_RUNTIME_DIR", lab.dir.path()).env("XDG_STATE_HOME", lab.dir.path());
+    println!("{}", told(command));
 }

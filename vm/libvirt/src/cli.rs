@@ -8,10 +8,11 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use tombolo_zone::serve::{room, start};
-use tombolo_zone::{MemberState, Zone};
+use tombolo_zone::{MemberState, Zone, backing};
 use uuid::Uuid;
 
 use crate::domain::{self, Domain};
+use crate::identity::Identity;
 use crate::want::{Port, Want, ZoneWant};
 use crate::{devices, hook, kubevirt, virsh};
 
@@ -131,6 +132,17 @@ fn absolute(path: &Path) -> anyhow::Result<PathBuf> {
 }
 
 impl What {
+    /// The parts for a domain that gets them, with the identities of zones.
+    fn new_wants(&self, domain: &str) -> anyhow::Result<Vec<Want>> {
+        let mut wants = self.wants(domain)?;
+        for want in &mut wants {
+            if let Want::Zone(zone) = want {
+                zone.identity = Some(Identity::of(&zone.path)?);
+            }
+        }
+        Ok(wants)
+    }
+
     fn wants(&self, domain: &str) -> anyhow::Result<Vec<Want>> {
         if self.mount.is_some() && self.zone.len() > 1 || self.mac.is_some() && self.network.len() > 1 {
             bail!("--mount and --mac are for one zone and one network: use a command for each");
@@ -144,6 +156,7 @@ impl What {
                 member,
                 read_only: self.read_only,
                 mount,
+                identity: None,
             }));
         }
         for control in &self.network {
@@ -172,7 +185,7 @@ pub fn run(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Xml { domain, what, whole } => {
             let mut domain = read(&domain)?;
-            let wants = what.wants(&domain.name())?;
+            let wants = what.new_wants(&domain.name())?;
             for want in &wants {
                 domain.attach(want)?;
             }
@@ -210,7 +223,7 @@ fn read(domain: &str) -> anyhow::Result<Domain> {
 
 fn attach(name: &str, what: &What, out: &mut dyn Write) -> anyhow::Result<()> {
     let mut domain = virsh::load(name)?;
-    let wants = what.wants(name)?;
+    let wants = what.new_wants(name)?;
     for want in &wants {
         domain.attach(want)?;
     }
@@ -275,6 +288,13 @@ fn advise(wants: &[Want], out: &mut dyn Write) -> anyhow::Result<()> {
         match want {
             Want::Zone(zone) => {
                 let invitation = zone.invitation()?;
+                if backing::lies_in_memory(zone.path.parent().unwrap_or(Path::new("/")))? {
+                    writeln!(
+                        out,
+                        "{} lies in memory: after a reboot of this host the domain's next start makes it anew, empty",
+                        zone.path.display()
+                    )?;
+                }
                 if let Some(dir) = &zone.mount {
                     let read_only = if zone.read_only { ",ro" } else { "" };
                     writeln!(

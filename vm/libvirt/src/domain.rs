@@ -479,7 +479,13 @@ mod tests {
     fn zone(dir: &Path, name: &str) -> Want {
         let path = dir.join(format!("{name}.zone"));
         drop(Zone::create(&ZoneConfig::new(name, 32 << 20).backing(Backing::File(path.clone()))).unwrap());
-        Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: Some("/mnt".into()) })
+        Want::Zone(ZoneWant {
+            path,
+            member: "web".into(),
+            read_only: false,
+            mount: Some("/mnt".into()),
+            identity: None,
+        })
     }
 
     fn port() -> Want {
@@ -567,7 +573,13 @@ mod tests {
         domain.attach(&zone(dir.path(), "one")).unwrap();
         let copy = dir.path().join("copy.zone");
         std::fs::copy(dir.path().join("one.zone"), &copy).unwrap();
-        let copy = Want::Zone(ZoneWant { path: copy, member: "web".into(), read_only: false, mount: None });
+        let copy = Want::Zone(ZoneWant {
+            path: copy,
+            member: "web".into(),
+            read_only: false,
+            mount: None,
+            identity: None,
+        });
         let before = domain.text().unwrap();
         let said = domain.attach(&copy).unwrap_err().to_string();
         assert!(said.contains("copy.zone") && said.contains("could not tell them apart"), "{said}");

@@ -46,12 +46,20 @@ fn release_all(wants: &[Want]) -> anyhow::Result<()> {
 fn prepare(want: &Want) -> anyhow::Result<()> {
     match want {
         Want::Zone(zone) => {
-            if !zone.path.exists() {
-                let path = zone.path.display();
-                bail!(
-                    "{path} is not there: make the zone anew (tombolo zone create {path} --size SIZE, tombolo files mkfs {path}); \
-                     one in /dev/shm goes when the host reboots"
-                );
+            let there = zone.path.symlink_metadata().is_ok();
+            match &zone.identity {
+                Some(identity) if !there => identity.make(&zone.path)?,
+                None if !there => {
+                    let path = zone.path.display();
+                    bail!(
+                        "{path} is not there: make the zone anew (tombolo zone create {path} --size SIZE, tombolo files mkfs {path}), \
+                         then detach and attach it; one in /dev/shm goes when the host reboots"
+                    );
+                }
+                _ => {}
+            }
+            if let Some(identity) = &zone.identity {
+                identity.check(&zone.path)?;
             }
             let rights = if zone.read_only { Rights::READ_ONLY } else { Rights::READ_WRITE };
             start::invite(&zone.path, &zone.member, rights, &start::own_program()?)?;
@@ -74,7 +82,7 @@ fn prepare(want: &Want) -> anyhow::Result<()> {
     }
 }
 
-/// Gives back what is of no use without the domain. Its slot in a zone stays for its next start.
+/// Gives back what is of no use without the domain. A zone stays with all that is in it, and the domain's slot in it for its next start.
 fn release(want: &Want) -> anyhow::Result<()> {
     match want {
         Want::Zone(zone) => await_end(zone),
@@ -142,7 +150,13 @@ mod tests {
     #[test]
     fn a_zone_that_has_gone_is_named_with_the_commands_that_make_it() {
         let path = std::path::PathBuf::from("/nowhere/own.zone");
-        let want = Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: None });
+        let want = Want::Zone(ZoneWant {
+            path,
+            member: "web".into(),
+            read_only: false,
+            mount: None,
+            identity: None,
+        });
         let said = prepare(&want).unwrap_err().to_string();
         assert!(said.contains("tombolo zone create /nowhere/own.zone") && said.contains("reboots"), "{said}");
     }
@@ -153,7 +167,7 @@ mod tests {
         let broken = |name: &str| {
             let path = folder.path().join(name);
             std::fs::write(&path, "no zone").unwrap();
-            Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: None })
+            Want::Zone(ZoneWant { path, member: "web".into(), read_only: false, mount: None, identity: None })
         };
         let said = release_all(&[broken("one"), Want::Grow, broken("two")]).unwrap_err().to_string();
         assert!(said.contains("/one") && said.contains("/two"), "{said}");

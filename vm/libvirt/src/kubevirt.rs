@@ -52,7 +52,13 @@ pub fn define(instance: &str, xml: &str) -> anyhow::Result<String> {
     let mut domain = Domain::parse(xml)?;
     for zone in zones {
         let (path, read_only) = (zone.path, zone.rights == Rights::Ro);
-        domain.attach(&Want::Zone(ZoneWant { path, member: member.clone(), read_only, mount: None }))?;
+        domain.attach(&Want::Zone(ZoneWant {
+            path,
+            member: member.clone(),
+            read_only,
+            mount: None,
+            identity: None,
+        }))?;
     }
     domain.text()
 }

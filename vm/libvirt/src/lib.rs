@@ -6,6 +6,7 @@
 //! hands it, and sees to it that zone servers and switch ports are there, or gone. So nothing else has to be kept or configured.
 //!
 //! - [`want`]: what a domain can have, and its form in `<metadata>`.
+//! - [`identity`]: a zone as it was when it was attached, by which one in memory is made anew.
 //! - [`domain`]: a domain's XML and the changes to it.
 //! - [`devices`]: the elements that a want becomes.
 //! - [`virsh`]: reading and defining domains through `virsh`.
@@ -17,6 +18,7 @@ pub mod cli;
 pub mod devices;
 pub mod domain;
 pub mod hook;
+pub mod identity;
 pub mod kubevirt;
 pub mod virsh;
 pub mod want;

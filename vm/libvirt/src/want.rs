@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::identity::Identity;
 use anyhow::{Context, bail};
 use tombolo_zone::Rights;
 use tombolo_zone::serve::invitation::Invitation;
@@ -37,6 +38,8 @@ pub struct ZoneWant {
     pub read_only: bool,
     /// The guest's mount point; the guest's own /etc/fstab mounts it.
     pub mount: Option<String>,
+    /// The zone as it was when it was attached; domains that an older version has defined have none.
+    pub identity: Option<Identity>,
 }
 
 /// One thing that a domain has.
@@ -101,6 +104,7 @@ impl Want {
         let (kind, attributes): (&str, Vec<(&str, String)>) = match self {
             Want::Zone(zone) => {
                 let mut all = vec![("path", text(&zone.path)), ("member", zone.member.clone())];
+                all.extend(zone.identity.iter().flat_map(Identity::attributes));
                 all.extend(zone.read_only.then(|| ("rights", "ro".to_owned())));
                 all.extend(zone.mount.clone().map(|mount| ("mount", mount)));
                 ("zone", all)
@@ -137,6 +141,7 @@ impl Want {
                 member: get("member")?,
                 read_only: element.attributes.get("rights").is_some_and(|r| r == "ro"),
                 mount: element.attributes.get("mount").cloned(),
+                identity: element.attributes.get("uuid").map(|_| Identity::read(&get)).transpose()?,
             }),
             "network" => Want::Port(Port {
                 control: get("control")?.into(),

@@ -9,6 +9,7 @@ import argparse, json, os, shutil, signal, socket, subprocess, sys, tempfile, ti
 
 TIMEOUT = 300
 HERE = os.path.dirname(os.path.abspath(__file__))
+PAGES = HERE + "/../../../scripts/pages.py"
 DOMAIN = """<domain type='qemu'>
   <name>{name}</name>
   <memory unit='MiB'>256</memory>
@@ -109,10 +110,13 @@ class World:
         self.switch = subprocess.Popen([self.program, "net", "run", "--control", self.control], stdin=subprocess.DEVNULL)
         until("no switch", lambda: os.path.exists(self.control))
         for name, address in (("a", "10.0.0.1"), ("b", "10.0.0.2")):
-            xml = "%s/%s.xml" % (self.folder, name)
-            with open(xml, "w") as f:
-                f.write(DOMAIN.format(name=name, folder=self.folder, address=address))
-            run("virsh", "define", xml)
+            self.define(name, address)
+
+    def define(self, name, address):
+        xml = "%s/%s.xml" % (self.folder, name)
+        with open(xml, "w") as f:
+            f.write(DOMAIN.format(name=name, folder=self.folder, address=address))
+        run("virsh", "define", xml)
 
     def libvirtd(self):
         os.makedirs("/etc/libvirt/hooks/qemu.d")
@@ -149,8 +153,11 @@ class World:
         """Mounts by the line for /etc/fstab that `attach` printed."""
         self.shells[name].run("mkdir -p /mnt && echo '%s' >>/etc/fstab && mount /mnt" % self.fstab)
 
+    def inspect(self):
+        return json.loads(self.tombolo("zone", "inspect", self.zone, "--json"))
+
     def member(self, name):
-        members = json.loads(self.tombolo("zone", "inspect", self.zone, "--json"))["members"]
+        members = self.inspect()["members"]
         return next((m for m in members if m["name"] == name), None)
 
     def ports(self):
@@ -207,6 +214,27 @@ class World:
         need(self.member("a")["id"] == before["id"], "a has another slot")
         self.shells["a"].run("ping -c 3 -W 60 10.0.0.2")
 
+    def a_zone_in_memory_that_the_hosts_reboot_took_is_made_anew_when_a_domain_starts(self):
+        before = self.inspect()
+        for name in ("a", "b"):
+            run("virsh", "destroy", name)
+        # As the reboot does: the zone's server, its records and its file.
+        with open("/run/tombolo-zones/%s/server.process" % before["uuid"]) as f:
+            server = f.read().split()[0]
+        os.kill(int(server), signal.SIGKILL)
+        until("the zone's server lives", lambda: not os.path.exists("/proc/" + server))
+        shutil.rmtree("/run/tombolo-zones")
+        os.unlink(self.zone)
+        self.start("a")
+        self.mount("a")
+        after = self.inspect()
+        need((after["uuid"], after["size"]) == (before["uuid"], before["size"]), "%s is another zone than %s" % (after, before))
+        need(self.shells["a"].run("ls -A /mnt") == "", "the zone is not empty")
+        self.shells["a"].run("echo back >/mnt/file")
+        self.start("b")
+        self.mount("b")
+        need(self.shells["b"].run("cat /mnt/file") == "back", "b has another zone than a")
+
     def a_domain_has_two_zones_of_one_name_and_not_a_copy_of_one(self):
         copy = self.folder + "/copy.zone"
         shutil.copyfile(self.zone, copy)
@@ -244,6 +272,20 @@ class World:
             # The server of a zone ends after it has removed its last socket.
             until("the server of %s lives" % zone, lambda: not json.loads(self.tombolo("zone", "inspect", zone, "--json"))["owned"])
             self.tombolo("zone", "rm", zone)
+
+    def a_domain_gets_a_zone_by_the_commands_of_the_page(self):
+        self.define("web", "10.0.0.5")
+        path = os.path.dirname(self.program) + ":" + os.environ["PATH"]
+        done = subprocess.run([sys.executable, PAGES, "run", "libvirt.md", "libvirt"], cwd=self.folder, env=dict(os.environ, PATH=path), capture_output=True, text=True)
+        need(done.returncode == 0, done.stdout + done.stderr)
+        web = self.shells["web"] = Shell(self.folder + "/web.serial")
+        zone = json.loads(self.tombolo("zone", "inspect", "/dev/shm/own.zone", "--json"))
+        # The line for /etc/fstab that the page speaks of.
+        web.run("mkdir -p /srv/shared && echo '%s /srv/shared tombolo nosuid,nodev,nofail 0 0' >>/etc/fstab && mount /srv/shared && echo x >/srv/shared/file" % zone["uuid"])
+        run("virsh", "destroy", "web")
+        self.tombolo("libvirt", "detach", "web", "--zone", "/dev/shm/own.zone")
+        until("the zone's server lives", lambda: not json.loads(self.tombolo("zone", "inspect", "/dev/shm/own.zone", "--json"))["owned"])
+        self.tombolo("zone", "rm", "/dev/shm/own.zone")
 
     def a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy(self):
         xml = DOMAIN.format(name="c", folder=self.folder, address="10.0.0.3").replace("<vcpu>", "<memoryBacking><access mode='private'/></memoryBacking><vcpu>")
@@ -284,9 +326,11 @@ CLAIMS = [
     World.the_domains_reach_each_other_over_the_switch,
     World.a_domain_that_is_killed_loses_its_epoch_and_the_other_goes_on,
     World.it_starts_again_as_the_same_member_with_its_port,
+    World.a_zone_in_memory_that_the_hosts_reboot_took_is_made_anew_when_a_domain_starts,
     World.a_domain_has_two_zones_of_one_name_and_not_a_copy_of_one,
     World.a_domain_does_not_start_without_its_switch_and_says_so,
     World.all_is_given_back,
+    World.a_domain_gets_a_zone_by_the_commands_of_the_page,
     World.a_domain_whose_memory_is_not_shared_is_refused_with_the_remedy,
     World.a_domain_lies_on_the_hosts_topology,
 ]
@@ -311,7 +355,7 @@ def main():
         if os.geteuid() != 0:
             sys.exit("libvirtd.py: needs root")
         # The mounts below and every process end with the namespaces.
-        mounts = "mount --make-rprivate / && mount -t tmpfs tmpfs /run"
+        mounts = "mount --make-rprivate / && mount -t tmpfs tmpfs /run && mount -t tmpfs tmpfs /dev/shm"
         for folder in ("/etc/libvirt", "/var/lib/libvirt", "/var/cache/libvirt", "/var/log/libvirt"):
             mounts += " && mkdir -p %s && mount -t tmpfs tmpfs %s" % (folder, folder)
         # Debian's package libvirt-daemon-system makes this user; this machine may not have it.

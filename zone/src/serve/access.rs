@@ -13,6 +13,11 @@ use crate::{Error, Result};
 /// Groups of libvirt's QEMU on Debian and on Fedora, and the group of all who may use KVM. The switch has the same default.
 const VMMS: [&str; 3] = ["libvirt-qemu", "qemu", "kvm"];
 
+/// Returns the user as whom this process opens files.
+pub fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
 /// Gives a socket or a file of root's to the first of [`VMMS`] that exists. Another user's file stays that user's.
 ///
 /// # Errors

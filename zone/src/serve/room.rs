@@ -3,11 +3,13 @@
 //! outlive the server, so that a server's death does not make its VMs dead. No member of the zone can write here.
 
 use std::collections::BTreeMap;
-use std::fs::{self, DirBuilder, Permissions};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use uuid::Uuid;
 
 use crate::doorbell::process::{Process, started};
@@ -15,6 +17,8 @@ use crate::{Error, Result, Rights};
 
 /// The server's own record.
 const SERVER: &str = "server.process";
+/// The file that an invitation locks.
+const INVITING: &str = "inviting";
 
 /// The folder of one zone's sockets and records. [`Room::of`] gives none in a folder that another user could change.
 #[derive(Clone, Debug)]
@@ -100,6 +104,24 @@ impl Room {
 
     fn invitation(&self, member: &str) -> PathBuf {
         self.0.join(format!("{member}.invited"))
+    }
+
+    /// Makes the folders, and locks the zone's invitations as long as the file is open; `None`: another process has them locked.
+    ///
+    /// # Errors
+    /// Those of [`Room::make`] and of the file system.
+    pub fn turn(&self) -> Result<Option<File>> {
+        self.make()?;
+        let path = self.0.join(INVITING);
+        let failed = |e| Error::io(format!("locking {}", path.display()), e);
+        let mut options = OpenOptions::new();
+        let file =
+            options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(file)),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(e) => Err(failed(e.into())),
+        }
     }
 
     /// Records that a VM is invited, with these rights.
@@ -273,6 +295,10 @@ mod tests {
         assert_eq!(room.server(), None);
         room.note_server().unwrap();
         assert_eq!(room.server(), Some(std::process::id()));
+        let turn = room.turn().unwrap();
+        assert!(turn.is_some() && room.turn().unwrap().is_none());
+        drop(turn);
+        assert!(room.turn().unwrap().is_some());
         // The same number with another start is another process.
         let own = std::process::id();
         write(&room.record("old"), own, started(own).map(|s| s - 1)).unwrap();

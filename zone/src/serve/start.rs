@@ -25,6 +25,7 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let zone = Zone::open(&path, true)?;
     let room = Room::of(zone.uuid())?;
+    let _turn = turn(&room, &path)?;
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
     if zone.has_owner()? && room.server().is_none() {
         bail!(
@@ -44,7 +45,6 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         ),
         _ => drop(zone.invite(member, Role::Vm, rights)?),
     }
-    room.make()?;
     room.invite(member, rights)?;
     let socket = room.socket(member);
     serve(&path, &room, &socket, program)?;
@@ -57,6 +57,24 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         size: zone.size(),
         socket,
     })
+}
+
+/// Waits until no other process invites a VM to the zone: a server that one of them has just started owns the zone before it is known as its server.
+fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
+    let began = Instant::now();
+    loop {
+        if let Some(turn) = room.turn()? {
+            return Ok(turn);
+        }
+        if began.elapsed() > TIMEOUT {
+            bail!(
+                "{}: another process has been inviting a VM for more than {} s",
+                path.display(),
+                TIMEOUT.as_secs()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Frees the slot of a VM that is not running, and forgets its invitation. The zone's server removes the VM's socket.
