@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use tombolo_bench_project::interrupt;
 use tombolo_net_load::soak::Until;
 
-use crate::files::{self, Plan};
+use crate::files::{self, Plan, systems};
 use crate::net;
 use crate::page;
 use crate::record::{Recorded, Results, command_line};
@@ -36,7 +36,7 @@ pub struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// The shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs, in one VM
+    /// The shared file system beside 9p, virtiofs and NFS, with and without their caches, ext4 with DAX and tmpfs
     Files(FilesArgs),
     /// The switch beside DPDK's vhost, and with VMs beside TAP and a bridge
     Net(NetArgs),
@@ -59,6 +59,9 @@ enum Command {
         /// The page [default: index.html among the results]
         #[arg(long, value_name = "FILE", conflicts_with = "file")]
         html: Option<PathBuf>,
+        /// Of the table, only cases whose name contains one of these words; the ratios are those of all cases
+        #[arg(long, value_delimiter = ',', value_name = "WORDS", requires = "file")]
+        only: Vec<String>,
     },
     /// Write the manual pages into a folder
     #[command(hide = true)]
@@ -77,15 +80,36 @@ struct FilesArgs {
     /// Rounds over all systems
     #[arg(long)]
     rounds: Option<u32>,
+    /// Only these systems and tombolo: ext4-dax, tmpfs, 9p, virtiofs, nfs, 9p-loose, virtiofs-auto, virtiofs-always
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    systems: Vec<String>,
+    /// Seconds of each of fio's cells
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    seconds: Option<f64>,
+    /// Block sizes of fio's cells
+    #[arg(long, value_delimiter = ',', value_name = "SIZES", value_parser = ["4k", "16k", "128k", "2M"])]
+    blocks: Vec<String>,
+    /// Numbers of fio's jobs
+    #[arg(long, value_delimiter = ',', value_name = "NUMBERS", value_parser = clap::value_parser!(u32).range(1..=16))]
+    jobs: Vec<u32>,
+    /// MiB of each system's files for fio
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(16..))]
+    size: Option<u32>,
     /// Names for the operations on names
     #[arg(long)]
     names: Option<u32>,
-    /// Only cases whose name contains one of these words: fio-randread-4k-j1, write-4k, meta, tree, vms2, handover
+    /// Rounds in which a source tree is unpacked
+    #[arg(long, value_name = "ROUNDS")]
+    trees: Option<u32>,
+    /// Only cases whose name contains one of these words: fio-randread-4k-j1, 4k-j1-buffered, meta, tree, vms2, handover, coherence
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// MB, at most, that go from a producer in one VM to a consumer in another
     #[arg(long, value_name = "MB")]
     handover: Option<u32>,
+    /// Seconds, at most, until one VM sees what another has changed
+    #[arg(long, value_name = "SECONDS")]
+    coherence: Option<u32>,
     /// Guest kernel: a version of the guest kit
     #[arg(long, default_value = "general-6.12")]
     kernel: String,
@@ -95,6 +119,14 @@ struct FilesArgs {
     /// Folder of the guest kit
     #[arg(long, default_value = ".cache/guest")]
     kit: PathBuf,
+}
+
+/// A duration that fio can measure in.
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if (0.05..=3600.0).contains(&value) => Ok(value),
+        _ => Err("there are durations from 0.05 to 3600 s".into()),
+    }
 }
 
 /// `tombolo bench net`
@@ -179,8 +211,8 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
         }
         Command::Start { command } => tombolo_bench_start::cli::run(command, json),
         Command::Topology(args) => interruptible(|| print(&topology(args)?, json)),
-        Command::Report { file, results, html } => {
-            report(file.as_deref(), &results, html)?;
+        Command::Report { file, results, html, only } => {
+            report(file.as_deref(), &results, html, &only)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Man { dir } => {
@@ -206,11 +238,23 @@ fn interruptible(bench: impl FnOnce() -> Result<()>) -> Result<ExitCode> {
 
 fn files(args: FilesArgs) -> Result<Results> {
     let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
+    plan.systems = systems::chosen(&args.systems).map_err(anyhow::Error::msg)?;
     plan.rounds = args.rounds.unwrap_or(plan.rounds);
     plan.kernel = args.kernel;
     plan.names = args.names.unwrap_or(plan.names);
-    plan.matrix.only = args.only;
+    plan.trees = args.trees.unwrap_or(plan.trees).min(plan.rounds);
     plan.handover_mb = args.handover.unwrap_or(plan.handover_mb);
+    plan.coherence_s = args.coherence.unwrap_or(plan.coherence_s);
+    let matrix = &mut plan.matrix;
+    matrix.only = args.only;
+    matrix.runtime_ms = args.seconds.map_or(matrix.runtime_ms, |seconds| (seconds * 1000.0).round() as u32);
+    matrix.total_mb = args.size.unwrap_or(matrix.total_mb);
+    if !args.blocks.is_empty() {
+        matrix.sizes = args.blocks;
+    }
+    if !args.jobs.is_empty() {
+        matrix.jobs = args.jobs;
+    }
     files::run(&plan, &args.results, &std::path::absolute(&args.kit)?)
 }
 
@@ -245,11 +289,11 @@ fn topology(args: TopologyArgs) -> Result<Results> {
     topology::run(&plan, &args.results, command_line())
 }
 
-/// Prints the table of `file`, or writes the page of all results of the folder `results`.
-fn report(file: Option<&Path>, results: &Path, html: Option<PathBuf>) -> Result<()> {
+/// Prints the table of `file` with the cases of the words `only`, or writes the page of all results of the folder `results`.
+fn report(file: Option<&Path>, results: &Path, html: Option<PathBuf>, only: &[String]) -> Result<()> {
     if let Some(file) = file {
         let read = Results::read(file)?;
-        println!("{}", report::text(&read.samples, &read.left_out));
+        print!("{}", report::text(&read, only));
         return Ok(());
     }
     let html = html.unwrap_or_else(|| results.join("index.html"));
@@ -280,15 +324,13 @@ fn recorded(dir: &Path) -> Result<Vec<(String, Recorded)>> {
 
 fn print(results: &Results, json: bool) -> Result<()> {
     if json {
-        println!("{}", results.machine);
-        for sample in &results.samples {
-            println!("{sample}");
-        }
-        for line in &results.left_out {
-            println!("{line}");
-        }
+        let Recorded { machines, samples, abouts, left_out } = &results.recorded;
+        machines.iter().for_each(|line| println!("{line}"));
+        abouts.iter().for_each(|line| println!("{line}"));
+        samples.iter().for_each(|line| println!("{line}"));
+        left_out.iter().for_each(|line| println!("{line}"));
     } else {
-        println!("{}", report::text(&results.samples, &results.left_out));
+        println!("{}", report::text(&results.recorded, &[]));
         println!("results: {}", results.path.display());
     }
     Ok(())

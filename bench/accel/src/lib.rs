@@ -103,10 +103,10 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
     let mut bench = Bench { options, programs, _vm: vm, server, place, results };
     bench.all()?;
     if json {
-        println!("{}", bench.results.machine);
-        bench.results.samples.iter().for_each(|s| println!("{s}"));
+        println!("{}", bench.results.recorded.machines[0]);
+        bench.results.recorded.samples.iter().for_each(|s| println!("{s}"));
     } else {
-        print!("{}", table(&bench.results.samples));
+        print!("{}", table(&bench.results.recorded.samples));
         println!("results: {}", bench.results.path.display());
     }
     Ok(())

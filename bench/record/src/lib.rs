@@ -39,6 +39,35 @@ pub struct Sample {
     pub unit: String,
     /// The direction of better values.
     pub better: Better,
+    /// The measurement was ended at `value`: the true figure is larger.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub at_least: bool,
+}
+
+/// What a system shares, which decides what it may be compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Group {
+    /// Several VMs use it, and each sees at once what another one wrote.
+    Coherent,
+    /// Several VMs use it, each behind a cache of its own.
+    Cached,
+    /// One VM has it alone: a ceiling, no peer.
+    Local,
+}
+
+/// What a system of a run is: a line of its own in a results file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct About {
+    /// The system: "virtiofs-always" …
+    pub system: String,
+    /// What it shares.
+    pub group: Group,
+    /// How it was set up, in words for those who use it.
+    pub setup: String,
+    /// What its users give up for its speed; nothing for most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gives_up: Option<String>,
 }
 
 /// A system that did not take part in a run, or not to its end, and why: a line of its own in a results file.
@@ -55,6 +84,7 @@ pub struct LeftOut {
 #[serde(untagged)]
 enum Line {
     Sample(Sample),
+    About(About),
     LeftOut(LeftOut),
     Machine(Machine),
 }
@@ -66,6 +96,8 @@ pub struct Recorded {
     pub machines: Vec<Machine>,
     /// The samples of all runs.
     pub samples: Vec<Sample>,
+    /// What its systems are; empty where a bench does not say.
+    pub abouts: Vec<About>,
     /// The systems that were left out.
     pub left_out: Vec<LeftOut>,
 }
@@ -90,12 +122,28 @@ pub struct Machine {
     pub qemu: Option<String>,
     /// Versions of the peers and of the guest's kernel, as found.
     pub versions: Vec<String>,
+    /// Durations, sizes and counts of the run, those that the command leaves to their defaults too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings: Option<String>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes the field by reference")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 impl Sample {
     /// A sample of `bench`.
     pub fn new(bench: &str, case: String, system: &str, value: f64, unit: &str, better: Better) -> Sample {
-        Sample { bench: bench.into(), case, system: system.into(), value, unit: unit.into(), better }
+        Sample {
+            bench: bench.into(),
+            case,
+            system: system.into(),
+            value,
+            unit: unit.into(),
+            better,
+            at_least: false,
+        }
     }
 }
 
@@ -104,6 +152,13 @@ fn json(line: &impl Serialize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
 }
 
 impl fmt::Display for Sample {
+    /// Its line in a results file.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(self, f)
+    }
+}
+
+impl fmt::Display for About {
     /// Its line in a results file.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         json(self, f)
@@ -174,21 +229,18 @@ impl Machine {
                 format!("{} ({accel})", version.lines().next().unwrap_or("unknown"))
             }),
             versions,
+            settings: None,
         }
     }
 }
 
-/// A results file being written: each sample is on disk when [`Results::add`] returns.
+/// A results file being written: each line is on disk when the call that adds it returns.
 pub struct Results {
     file: fs::File,
-    /// The file that the samples go to.
+    /// The file that the lines go to.
     pub path: PathBuf,
-    /// The machine of the run.
-    pub machine: Machine,
-    /// The samples so far.
-    pub samples: Vec<Sample>,
-    /// The systems that were left out so far.
-    pub left_out: Vec<LeftOut>,
+    /// What the file holds of this run so far.
+    pub recorded: Recorded,
 }
 
 impl Results {
@@ -212,13 +264,24 @@ impl Results {
 
     fn begin(mut file: fs::File, path: PathBuf, machine: Machine) -> Result<Results> {
         writeln!(file, "{machine}").with_context(|| format!("can't write {}", path.display()))?;
-        Ok(Results { file, path, machine, samples: Vec::new(), left_out: Vec::new() })
+        Ok(Results { file, path, recorded: Recorded { machines: vec![machine], ..Recorded::default() } })
+    }
+
+    fn write(&mut self, line: &impl fmt::Display) -> Result<()> {
+        writeln!(self.file, "{line}").with_context(|| format!("can't write {}", self.path.display()))
     }
 
     /// Keeps one sample.
     pub fn add(&mut self, sample: Sample) -> Result<()> {
-        writeln!(self.file, "{sample}").with_context(|| format!("can't write {}", self.path.display()))?;
-        self.samples.push(sample);
+        self.write(&sample)?;
+        self.recorded.samples.push(sample);
+        Ok(())
+    }
+
+    /// Says what a system is.
+    pub fn describe(&mut self, about: About) -> Result<()> {
+        self.write(&about)?;
+        self.recorded.abouts.push(about);
         Ok(())
     }
 
@@ -226,11 +289,11 @@ impl Results {
     pub fn leave_out(&mut self, system: &str, reason: &str) -> Result<()> {
         let left_out = reason.split_whitespace().collect::<Vec<_>>().join(" ");
         let line = LeftOut { system: system.into(), left_out };
-        if self.left_out.contains(&line) {
+        if self.recorded.left_out.contains(&line) {
             return Ok(());
         }
-        writeln!(self.file, "{line}").with_context(|| format!("can't write {}", self.path.display()))?;
-        self.left_out.push(line);
+        self.write(&line)?;
+        self.recorded.left_out.push(line);
         Ok(())
     }
 
@@ -253,6 +316,7 @@ impl Results {
                     anyhow::bail!("{}: the first line does not describe a machine", path.display())
                 }
                 Line::Sample(sample) => recorded.samples.push(sample),
+                Line::About(about) => recorded.abouts.push(about),
                 Line::LeftOut(line) => recorded.left_out.push(line),
             }
         }
@@ -271,13 +335,26 @@ mod tests {
         let machine = Machine::here("test".into(), Some("tcg"), vec!["x 1".into()]);
         let mut results = Results::create(dir.path(), "files", machine.clone()).unwrap();
         let sample = Sample::new("files", "fio-read-4k-j1".into(), "9p", 3.5, "MB/s", Better::Higher);
+        let ended = Sample { at_least: true, ..sample.clone() };
+        let about = |gives_up: Option<&str>| About {
+            system: "9p".into(),
+            group: Group::Cached,
+            setup: "cache=loose".into(),
+            gives_up: gives_up.map(str::to_owned),
+        };
+        let abouts = [about(None), about(Some("coherence"))];
+        for about in &abouts {
+            results.describe(about.clone()).unwrap();
+        }
         results.add(sample.clone()).unwrap();
+        results.add(ended.clone()).unwrap();
         results.leave_out("nfs", "its server ended:\n  no such folder").unwrap();
         results.leave_out("nfs", "its server ended: no such folder").unwrap();
         let read = Results::read(&results.path).unwrap();
         assert_eq!(read.machines, [machine]);
-        assert_eq!(read.samples, [sample]);
-        assert_eq!(read.left_out, results.left_out);
+        assert_eq!(read.samples, [sample, ended]);
+        assert_eq!(read.abouts, abouts);
+        assert_eq!(read.left_out, results.recorded.left_out);
         assert_eq!(read.left_out.len(), 1);
         assert_eq!(read.left_out[0].left_out, "its server ended: no such folder");
     }

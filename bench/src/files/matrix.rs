@@ -5,6 +5,9 @@ use std::fmt::Write as _;
 
 use anyhow::{Context, Result, bail};
 
+use super::systems::Io;
+use crate::report::wanted;
+
 /// The group of the cells that two VMs run at the same time.
 pub const VMS: &str = "vms2";
 
@@ -12,9 +15,9 @@ pub const VMS: &str = "vms2";
 #[derive(Clone, Debug)]
 pub struct Matrix {
     /// fio's `rw`.
-    pub kinds: Vec<&'static str>,
+    pub kinds: Vec<String>,
     /// fio's `bs`.
-    pub sizes: Vec<&'static str>,
+    pub sizes: Vec<String>,
     /// fio's `numjobs`.
     pub jobs: Vec<u32>,
     /// Milliseconds per cell.
@@ -25,15 +28,19 @@ pub struct Matrix {
     pub only: Vec<String>,
 }
 
+fn words(all: &[&str]) -> Vec<String> {
+    all.iter().map(|word| (*word).to_owned()).collect()
+}
+
 impl Matrix {
-    /// StargateFS's matrix.
+    /// StargateFS's matrix, on smaller files: each system has its own, and so has the page cache.
     pub fn full() -> Matrix {
         Matrix {
-            kinds: vec!["read", "write", "randread", "randwrite"],
-            sizes: vec!["4k", "16k", "128k", "2M"],
+            kinds: words(&["read", "write", "randread", "randwrite"]),
+            sizes: words(&["4k", "16k", "128k", "2M"]),
             jobs: vec![1, 2, 4],
             runtime_ms: 700,
-            total_mb: 512,
+            total_mb: 128,
             only: Vec::new(),
         }
     }
@@ -41,8 +48,8 @@ impl Matrix {
     /// Four cells.
     pub fn quick() -> Matrix {
         Matrix {
-            kinds: vec!["randread", "randwrite"],
-            sizes: vec!["4k", "128k"],
+            kinds: words(&["randread", "randwrite"]),
+            sizes: words(&["4k", "128k"]),
             jobs: vec![1],
             runtime_ms: 500,
             total_mb: 64,
@@ -52,13 +59,19 @@ impl Matrix {
 
     /// Returns whether a case is wanted.
     pub fn wants(&self, case: &str) -> bool {
-        self.only.is_empty() || self.only.iter().any(|word| case.contains(word.as_str()))
+        wanted(case, &self.only)
     }
 
-    /// Kinds and sizes that are wanted of a group of cells, "j1" or the like.
-    fn cells(&self, group: &str) -> Vec<(&'static str, &'static str)> {
-        let all = self.kinds.iter().flat_map(|kind| self.sizes.iter().map(move |bs| (*kind, *bs)));
+    /// Kinds and sizes that are wanted of a group of cells, "j1", "j1-buffered" or the like.
+    fn cells(&self, group: &str) -> Vec<(&str, &str)> {
+        let all =
+            self.kinds.iter().flat_map(|kind| self.sizes.iter().map(move |bs| (kind.as_str(), bs.as_str())));
         all.filter(|(kind, bs)| self.wants(&format!("fio-{kind}-{bs}-{group}"))).collect()
+    }
+
+    /// Returns whether a cell that two VMs run at once is wanted.
+    pub fn wants_vms(&self) -> bool {
+        [Io::Direct, Io::Buffered].iter().any(|io| !self.cells(&group(VMS, *io)).is_empty())
     }
 
     fn file_mb(&self, jobs: u32) -> u32 {
@@ -67,7 +80,8 @@ impl Matrix {
 
     /// Makes the files that the cells use, so that no cell pays for it: file N is as large as the largest job N asks for.
     pub fn prepare(&self, dir: &str) -> String {
-        let wanted = |jobs: &&u32| !self.cells(&format!("j{jobs}")).is_empty();
+        let any = |jobs: &u32, io| !self.cells(&jobs_group(*jobs, io)).is_empty();
+        let wanted = |jobs: &&u32| any(jobs, Io::Direct) || any(jobs, Io::Buffered);
         let jobs: Vec<u32> = self.jobs.iter().filter(wanted).copied().collect();
         let most = jobs.iter().copied().max().unwrap_or(0);
         let mut script = String::from("set -e\n");
@@ -75,7 +89,7 @@ impl Matrix {
             let mb = jobs.iter().filter(|j| i < **j).map(|j| self.file_mb(*j)).max().unwrap_or(0);
             let _ = writeln!(script, "dd if=/dev/zero of={dir}/fio.{i} bs=1M count={mb} 2>/dev/null");
         }
-        script
+        script + "sync\n"
     }
 
     /// Makes the file that a VM uses when several run at once, unless it's there.
@@ -87,18 +101,19 @@ impl Matrix {
     }
 
     /// One fio process for all cells of a number of jobs, one after the other; `None`: no cell is wanted.
-    pub fn fio(&self, dir: &str, jobs: u32) -> Option<String> {
-        self.command(dir, "fio.$jobnum", jobs, self.file_mb(jobs), &format!("j{jobs}"))
+    pub fn fio(&self, dir: &str, jobs: u32, io: Io) -> Option<String> {
+        self.command(dir, "fio.$jobnum", jobs, self.file_mb(jobs), io, &jobs_group(jobs, io))
     }
 
     /// The same, of one VM among several that work at the same time.
-    pub fn fio_vm(&self, dir: &str, vm: &str) -> Option<String> {
-        self.command(dir, &format!("fio.{vm}"), 1, self.file_mb(2), VMS)
+    pub fn fio_vm(&self, dir: &str, vm: &str, io: Io) -> Option<String> {
+        self.command(dir, &format!("fio.{vm}"), 1, self.file_mb(2), io, &group(VMS, io))
     }
 
-    fn command(&self, dir: &str, file: &str, jobs: u32, mb: u32, group: &str) -> Option<String> {
+    fn command(&self, dir: &str, file: &str, jobs: u32, mb: u32, io: Io, group: &str) -> Option<String> {
+        let direct = u8::from(io == Io::Direct);
         let mut command = format!(
-            "fio --output-format=json --directory={dir} --filename_format='{file}' --ioengine=psync --direct=1 \
+            "fio --output-format=json --directory={dir} --filename_format='{file}' --ioengine=psync --direct={direct} \
              --size={mb}M --numjobs={jobs} --group_reporting --time_based --runtime={}ms --fallocate=none --overwrite=1 \
              --random_generator=tausworthe64 --norandommap --invalidate=0 --thread",
             self.runtime_ms
@@ -110,7 +125,7 @@ impl Matrix {
         (!cells.is_empty()).then_some(command)
     }
 
-    /// Cases and MB/s (10^6 bytes) out of fio's output; `group`: "j1" or the like.
+    /// Cases and MB/s (10^6 bytes) out of fio's output; `group`: "j1", "j1-buffered" or the like.
     pub fn read(&self, output: &str, group: &str) -> Result<Vec<(String, f64)>> {
         let start = output.find('{').with_context(|| format!("fio printed no JSON: {output}"))?;
         let parsed: serde_json::Value =
@@ -136,14 +151,24 @@ impl Matrix {
     }
 }
 
+/// A group of cells with its way of opening files.
+pub fn group(name: &str, io: Io) -> String {
+    format!("{name}{}", io.suffix())
+}
+
+/// The group of the cells of a number of jobs.
+pub fn jobs_group(jobs: u32, io: Io) -> String {
+    group(&format!("j{jobs}"), io)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn small() -> Matrix {
         Matrix {
-            kinds: vec!["read", "randwrite"],
-            sizes: vec!["4k"],
+            kinds: words(&["read", "randwrite"]),
+            sizes: words(&["4k"]),
             jobs: vec![1, 4],
             runtime_ms: 100,
             total_mb: 64,
@@ -154,11 +179,26 @@ mod tests {
     #[test]
     fn cells_are_chosen_by_words_in_their_names() {
         let some = Matrix { only: vec!["4k-j4".into(), "randwrite-4k-vms".into()], ..small() };
-        assert!(some.fio("/m", 1).is_none());
-        assert_eq!(some.fio("/m", 4).unwrap().matches("--name=").count(), 2);
-        let both = some.fio_vm("/m", "other").unwrap();
+        assert!(some.fio("/m", 1, Io::Direct).is_none());
+        assert_eq!(some.fio("/m", 4, Io::Direct).unwrap().matches("--name=").count(), 2);
+        let both = some.fio_vm("/m", "other", Io::Direct).unwrap();
         assert_eq!(both.matches("--name=").count(), 1);
         assert!(both.contains("--filename_format='fio.other'") && both.contains("--size=32M"), "{both}");
+    }
+
+    #[test]
+    fn buffered_cells_are_cases_of_their_own() {
+        let some = Matrix { only: vec!["read-4k-j1-buffered".into()], ..small() };
+        assert!(
+            some.fio("/m", 1, Io::Direct).is_none() && some.fio_vm("/m", "other", Io::Buffered).is_none()
+        );
+        let command = some.fio("/m", 1, Io::Buffered).unwrap();
+        assert!(command.contains(" --direct=0 ") && command.matches("--name=").count() == 1, "{command}");
+        assert!(some.prepare("/m").contains("of=/m/fio.0"), "its file is made");
+        let json = r#"{"jobs":[{"jobname":"read-4k","error":0,"read":{"bw_bytes":2000000}}]}"#;
+        let cells = some.read(json, &jobs_group(1, Io::Buffered)).unwrap();
+        assert_eq!(cells, [("fio-read-4k-j1-buffered".to_owned(), 2.0)]);
+        assert!(!some.wants_vms() && small().wants_vms());
     }
 
     #[test]

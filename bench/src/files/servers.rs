@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The peers' servers on the host, which export one and the same folder in the host's memory. A server that is not installed, or that
-//! ends or stays silent when it is started, leaves its peer out with a reason; the others go on.
+//! ends or stays silent when it is started, leaves its system out with a reason; the others go on.
 
 use std::env;
 use std::fs;
@@ -14,27 +14,25 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// The NFS server's port on the host's loopback address.
-pub const NFS_PORT: u16 = 20499;
+use super::network::{HOST, Network};
+use super::systems::{Needs, System};
+
+/// The NFS server's port.
+const NFS_PORT: u16 = 20499;
 
 /// QEMU 7.2's own virtiofsd; later ones, in Rust, have other options, and may have a link here.
 const C_VIRTIOFSD: &str = "/usr/lib/qemu/virtiofsd";
 
-/// A server's program, its version for the results file, and its processes, which end when this is dropped.
+/// A system's server: its version for the results file, its processes, which end when this is dropped, and what its guests need.
 pub struct Server {
     version: String,
     children: Vec<Child>,
-    /// vhost-user sockets by the name of the VM; none for NFS.
-    sockets: Vec<(String, PathBuf)>,
+    /// By VM: QEMU's arguments, and the script that comes before mount(8).
+    guests: Vec<(String, Vec<String>, String)>,
 }
 
-/// The servers of the peers that need one, or why a peer has none.
-pub struct Servers {
-    /// virtiofsd, one process a VM.
-    pub virtiofs: Result<Server, String>,
-    /// nfs-ganesha.
-    pub nfs: Result<Server, String>,
-}
+/// The servers of the systems that need one, or why a system has none.
+pub struct Servers(Vec<(&'static str, Result<Server, String>)>);
 
 /// A program at one of these places, or found by its name as a shell finds it.
 fn find(places: &[&str], name: &str) -> Option<PathBuf> {
@@ -65,7 +63,7 @@ fn end_of(log: &Path) -> String {
 
 impl Server {
     fn new(version: String) -> Server {
-        Server { version, children: Vec::new(), sockets: Vec::new() }
+        Server { version, children: Vec::new(), guests: Vec::new() }
     }
 
     /// Starts a process whose output goes to `log`, and waits until `ready`, the process' end, or 30 s.
@@ -115,34 +113,56 @@ impl Drop for Server {
     }
 }
 
-/// virtiofsd for each of the VMs "bench" and "other".
-fn virtiofs(dir: &Path, export: &Path) -> Result<Server> {
+/// virtiofsd of one system for each of the VMs. `cache`: as QEMU's own calls it, and as the one in Rust does.
+fn virtiofs(
+    dir: &Path,
+    export: &Path,
+    vms: &[&str],
+    name: &str,
+    cache: [&str; 2],
+    writeback: bool,
+) -> Result<Server> {
     let program =
         find(&[C_VIRTIOFSD, "/usr/libexec/virtiofsd"], "virtiofsd").context("virtiofsd is not installed")?;
-    let mut server = Server::new(format!("{}, no DAX, cache off", version(&program, "--version")));
-    for vm in ["bench", "other"] {
-        let socket = dir.join(format!("virtiofs-{vm}.sock"));
+    let mut server = Server::new(version(&program, "--version"));
+    for vm in vms {
+        let socket = dir.join(format!("{name}-{vm}.sock"));
         let mut command = Command::new(&program);
         command.arg(format!("--socket-path={}", socket.display()));
         if program == Path::new(C_VIRTIOFSD) {
-            command.args(["-o", &format!("source={}", export.display()), "-o", "cache=none"]);
+            command.args(["-o", &format!("source={}", export.display())]);
+            command.args(["-o", &format!("cache={}{}", cache[0], if writeback { ",writeback" } else { "" })]);
         } else {
             // Its sandbox needs a root that is a mount, which a container's need not be; the guests are the bench's own.
             command.arg(format!("--shared-dir={}", export.display()));
-            command.args(["--cache=never", "--sandbox=none"]);
+            command.arg(format!("--cache={}", cache[1])).arg("--sandbox=none");
+            command.args(writeback.then_some("--writeback"));
         }
-        server.spawn(&mut command, &dir.join(format!("virtiofsd-{vm}.log")), || Ok(socket.exists()))?;
-        server.sockets.push((vm.to_owned(), socket));
+        server.spawn(&mut command, &dir.join(format!("{name}-{vm}.log")), || Ok(socket.exists()))?;
+        let arguments = [
+            "-chardev".into(),
+            format!("socket,id={name},path={}", socket.display()),
+            "-device".into(),
+            format!("vhost-user-fs-pci,chardev={name},tag={name}"),
+        ];
+        server.guests.push(((*vm).to_owned(), arguments.to_vec(), String::new()));
     }
     Ok(server)
 }
 
-/// nfs-ganesha on the host's loopback address.
-fn nfs(dir: &Path, export: &Path) -> Result<Server> {
+/// nfs-ganesha, where only the guests and this host reach it.
+fn nfs(dir: &Path, export: &Path, vms: &[&str]) -> Result<Server> {
     let program = find(&["/usr/bin/ganesha.nfsd"], "ganesha.nfsd")
         .context("no NFS server is installed (package nfs-ganesha-vfs)")?;
     let version = version(&program, "-v");
-    let mut server = Server::new(format!("NFS 4.1 by {version}, over QEMU's user network"));
+    let network = Network::new(vms);
+    let mut server = Server::new(format!("NFS 4.1 by {version}, over {}", network.description));
+    let variables = format!("nfs_host={HOST} nfs_port={NFS_PORT}");
+    for vm in vms {
+        let setup = format!("{}; {variables}", network.setup(vm));
+        server.guests.push(((*vm).to_owned(), network.qemu_args(vm), setup));
+    }
+    let listen = network.listen;
     let state = dir.join("ganesha");
     fs::create_dir(&state)?;
     let config = dir.join("ganesha.conf");
@@ -156,7 +176,7 @@ fn nfs(dir: &Path, export: &Path) -> Result<Server> {
     fs::write(
         &config,
         format!(
-            "NFS_CORE_PARAM {{ Protocols = 4; NFS_Port = {NFS_PORT}; Bind_addr = 127.0.0.1; Enable_UDP = false; \
+            "NFS_CORE_PARAM {{ Protocols = 4; NFS_Port = {NFS_PORT}; Bind_addr = {listen}; Enable_UDP = false; \
              Enable_NLM = false; Enable_RQUOTA = false; {flusher} }}\n\
              NFSv4 {{ Graceless = true; RecoveryRoot = \"{state}\"; Minor_Versions = 1; }}\n\
              EXPORT {{ Export_Id = 1; Path = \"{export}\"; Pseudo = /bench; Access_Type = RW; Squash = None; SecType = sys; \
@@ -165,65 +185,76 @@ fn nfs(dir: &Path, export: &Path) -> Result<Server> {
             export = export.display()
         ),
     )?;
-    if TcpStream::connect(("127.0.0.1", NFS_PORT)).is_ok() {
-        bail!("port {NFS_PORT} on 127.0.0.1 is in use, by another bench's NFS server perhaps");
+    if TcpStream::connect((listen, NFS_PORT)).is_ok() {
+        bail!("port {NFS_PORT} on {listen} is in use, by another bench's NFS server perhaps");
     }
     let log = dir.join("ganesha.log");
     let mut command = Command::new(program);
     command.arg("-F").arg("-f").arg(&config).arg("-L").arg(&log).arg("-p").arg(dir.join("ganesha.pid"));
     server
-        .spawn(&mut command, &dir.join("ganesha.out"), || match TcpStream::connect(("127.0.0.1", NFS_PORT)) {
+        .spawn(&mut command, &dir.join("ganesha.out"), || match TcpStream::connect((listen, NFS_PORT)) {
             Ok(_) => Ok(true),
             Err(e) if e.kind() == ErrorKind::ConnectionRefused => Ok(false),
-            Err(e) => bail!("the NFS server does not answer on 127.0.0.1:{NFS_PORT}: {e}"),
+            Err(e) => bail!("the NFS server does not answer on {listen}:{NFS_PORT}: {e}"),
         })
         .with_context(|| format!("its log: {}", end_of(&log)))?;
     Ok(server)
 }
 
+/// The script that finds the virtio-pmem device that is no zone, and makes a file system there.
+const PMEM: &str = "dev=; for d in /dev/pmem*; do \
+    if [ \"$(dd if=$d bs=8 count=1 2>/dev/null | tr -d '\\0')\" != TOMBZONE ]; then dev=$d; fi; done; \
+    mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0 $dev";
+
 impl Servers {
-    /// Starts what is installed; `export` is the folder to serve. VMs are called "bench" and "other".
-    pub fn start(dir: &Path, export: &Path) -> Servers {
-        let reason = |error: anyhow::Error| format!("{error:#}");
-        Servers { virtiofs: virtiofs(dir, export).map_err(reason), nfs: nfs(dir, export).map_err(reason) }
+    /// Starts what the systems need and what is installed; `export` is the folder to serve.
+    pub fn start(dir: &Path, export: &Path, systems: &[&'static System], vms: &[&str]) -> Servers {
+        let server = |system: &&'static System| {
+            let server = match system.needs {
+                Needs::Virtiofs { cache, writeback } => {
+                    virtiofs(dir, export, vms, system.name, cache, writeback)
+                }
+                Needs::Nfs => nfs(dir, export, vms),
+                Needs::Zone | Needs::Nothing | Needs::Pmem | Needs::P9 => return None,
+            };
+            Some((system.name, server.map_err(|error| format!("{error:#}"))))
+        };
+        Servers(systems.iter().filter_map(server).collect())
     }
 
-    /// The peers without a server: name and reason.
+    /// The systems without their server: name and reason.
     pub fn left_out(&self) -> impl Iterator<Item = (&'static str, &str)> {
-        [("virtiofs", &self.virtiofs), ("nfs", &self.nfs)]
-            .into_iter()
-            .filter_map(|(system, server)| Some((system, server.as_ref().err()?.as_str())))
+        self.0.iter().filter_map(|(system, server)| Some((*system, server.as_ref().err()?.as_str())))
     }
 
-    /// Devices for a VM; `pmem`: a file in memory and its size in MiB, for ext4.
-    pub fn qemu_args(&self, vm: &str, pmem: Option<(&Path, u32)>) -> Vec<String> {
-        let mut args = Vec::new();
-        if let Some((file, mb)) = pmem {
-            args.extend([
-                "-object".into(),
-                format!("memory-backend-file,id=dax,mem-path={},size={mb}M,share=on", file.display()),
-                "-device".into(),
-                "virtio-pmem-pci,memdev=dax".into(),
-            ]);
-        }
-        let sockets = self.virtiofs.iter().flat_map(|server| &server.sockets);
-        for (_, socket) in sockets.filter(|(name, _)| name == vm) {
-            args.extend(["-chardev".into(), format!("socket,id=vfs,path={}", socket.display())]);
-            args.extend(["-device".into(), "vhost-user-fs-pci,chardev=vfs,tag=virtiofs".into()]);
-        }
-        if self.nfs.is_ok() {
-            args.extend([
-                "-netdev".into(),
-                "user,id=nfs".into(),
-                "-device".into(),
-                "virtio-net-pci,netdev=nfs,romfile=".into(),
-            ]);
-        }
-        args
+    fn running(&self) -> impl Iterator<Item = (&'static str, &Server)> {
+        self.0.iter().filter_map(|(system, server)| Some((*system, server.as_ref().ok()?)))
     }
 
+    /// QEMU's arguments for a VM.
+    pub fn qemu_args(&self, vm: &str) -> Vec<String> {
+        let guests = self.running().flat_map(|(_, server)| &server.guests);
+        guests.filter(|(name, ..)| name == vm).flat_map(|(_, arguments, _)| arguments.clone()).collect()
+    }
+
+    /// The script that comes before a system's mount in a VM, and sets the variables that its arguments name.
+    pub fn setup(&self, system: &System, vm: &str) -> &str {
+        if system.needs == Needs::Pmem {
+            return PMEM;
+        }
+        let own = self.running().filter(|(name, _)| *name == system.name).flat_map(|(_, s)| &s.guests);
+        own.into_iter().find(|(name, ..)| name == vm).map_or("", |(.., setup)| setup.as_str())
+    }
+
+    /// Each server's version, once.
     pub fn versions(&self) -> Vec<String> {
-        [&self.virtiofs, &self.nfs].into_iter().flatten().map(|server| server.version.clone()).collect()
+        let mut versions: Vec<String> = Vec::new();
+        for (_, server) in self.running() {
+            if !versions.contains(&server.version) {
+                versions.push(server.version.clone());
+            }
+        }
+        versions
     }
 }
 

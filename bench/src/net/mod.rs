@@ -80,7 +80,7 @@ pub fn run(plan: &Plan, dir: &Path, command: String) -> Result<Results> {
 fn sample(figure: Figure) -> Sample {
     let Figure { case, system, value, unit, higher } = figure;
     let better = if higher { Better::Higher } else { Better::Lower };
-    Sample { bench: "net".into(), case, system, value, unit: unit.into(), better }
+    Sample::new("net", case, &system, value, unit, better)
 }
 
 fn soak(how: Soak, results: &mut Results) -> Result<()> {

@@ -5,10 +5,10 @@ use std::fmt::Write as _;
 
 use super::escape;
 use super::family::{self, size};
-use crate::report::{Table, figure};
+use crate::report::{BUFFERED, Table, figure};
 
-/// The maps of all peers; nothing where no case is fio's.
-pub fn maps(table: &Table, page: &mut String) {
+/// The maps of all peers in a part of a table with this title; nothing where no case is fio's.
+pub fn maps(table: &Table, title: &str, page: &mut String) {
     let cells: Vec<(&str, &str, &String)> =
         table.cases.iter().filter_map(|case| parse(case).map(|(row, column)| (row, column, case))).collect();
     let Some((own, peers)) = table.systems.split_first().filter(|_| cells.len() >= 8) else { return };
@@ -23,7 +23,8 @@ pub fn maps(table: &Table, page: &mut String) {
         }
     }
     columns.sort_by(|a, b| size(a).unwrap_or(0.0).total_cmp(&size(b).unwrap_or(0.0)));
-    page.push_str("<h3>fio: Tombolo's ratio to each peer</h3>\n<div class=\"maps\">");
+    let of = if title.is_empty() { "" } else { ": " };
+    let _ = writeln!(page, "<h3>{title}{of}Tombolo's ratio to each peer in fio</h3>\n<div class=\"maps\">");
     for peer in peers.iter().filter(|peer| !family::is_limit(peer)) {
         let ratios = table.ratios(own, peer);
         let _ = write!(page, "<table class=\"heat\"><caption>{}</caption><thead><tr><th></th>", escape(peer));
@@ -31,7 +32,11 @@ pub fn maps(table: &Table, page: &mut String) {
             let _ = write!(page, "<th>{}</th>", escape(column));
         }
         page.push_str("</tr></thead><tbody>\n");
-        for row in &rows {
+        let has = |row: &str| {
+            let of_row = |case: &str| parse(case).is_some_and(|(_, column)| row_of(case, column) == *row);
+            ratios.iter().any(|(case, _)| of_row(case))
+        };
+        for row in rows.iter().filter(|row| has(row)) {
             let _ = write!(page, "<tr><th scope=\"row\">{}</th>", escape(row));
             for column in &columns {
                 let ratio = ratios.iter().find(|(case, _)| {
@@ -59,10 +64,10 @@ fn parse(case: &str) -> Option<(&str, &str)> {
     Some((operation, block))
 }
 
-/// A case's row: its name without "fio" and the block size.
+/// A case's row: its name without "fio", the block size, and what all cases of its part have in common.
 fn row_of(case: &str, block: &str) -> String {
-    let words: Vec<&str> = case.split('-').skip(1).filter(|word| *word != block).collect();
-    words.join(" ")
+    let words = case.trim_end_matches(BUFFERED).split('-').skip(1).filter(|word| *word != block);
+    words.collect::<Vec<&str>>().join(" ")
 }
 
 /// The class of a cell, from far worse to far better than the peer.
@@ -85,6 +90,7 @@ mod tests {
     fn a_cell_is_named_by_operation_jobs_and_block() {
         assert_eq!(parse("fio-randread-128k-j4"), Some(("randread", "128k")));
         assert_eq!(row_of("fio-randread-128k-j4", "128k"), "randread j4");
+        assert_eq!(row_of("fio-randread-128k-j4-buffered", "128k"), "randread j4");
         assert_eq!(parse("meta-create"), None);
     }
 

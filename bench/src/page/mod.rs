@@ -7,8 +7,8 @@
 
 use std::fmt::Write as _;
 
-use crate::record::{Machine, Recorded};
-use crate::report::{Table, figure, median};
+use crate::record::{About, Group, Machine, Recorded};
+use crate::report::{Part, Table, figure, median};
 
 mod chart;
 mod family;
@@ -51,24 +51,63 @@ fn section(name: &str, run: &Recorded, page: &mut String) {
             escape(&line.left_out)
         );
     }
-    summary(&table, page);
-    heat::maps(&table, page);
-    let families = family::families(&table);
-    let drawn: Vec<String> = families
-        .iter()
-        .filter(|f| f.is_drawn())
-        .map(|f| chart::lines(f, family::limit_of(f, &families)))
-        .collect();
-    if !drawn.is_empty() {
-        let _ = writeln!(page, "<div class=\"charts\">{}</div>", drawn.join("\n"));
+    summary(&table, &run.abouts, page);
+    systems(&run.abouts, page);
+    let parts = table.parts();
+    for Part { title, table } in &parts {
+        heat::maps(table, title, page);
+        let families = family::families(table);
+        let drawn: Vec<String> = families
+            .iter()
+            .filter(|f| f.is_drawn())
+            .map(|f| chart::lines(f, family::limit_of(f, &families)))
+            .collect();
+        if !drawn.is_empty() {
+            let _ = writeln!(page, "<div class=\"charts\">{}</div>", drawn.join("\n"));
+        }
     }
-    medians(&table, page);
-    page.push_str("</section>\n");
+    page.push_str("<details><summary>All medians</summary>");
+    for part in &parts {
+        medians(part, page);
+    }
+    page.push_str("</details>\n</section>\n");
+}
+
+/// Groups of systems in the order in which they are shown, each with its heading.
+const GROUPS: [(Group, &str); 3] = [
+    (Group::Coherent, "Shared between VMs, each sees at once what another wrote"),
+    (Group::Cached, "Shared between VMs, with a cache in each: faster, and seen later"),
+    (Group::Local, "Of one VM alone: the ceiling"),
+];
+
+/// What each system is and gives up, by group.
+fn systems(abouts: &[About], page: &mut String) {
+    for (group, heading) in GROUPS {
+        // A file of several runs says it for each.
+        let mut own: Vec<&About> = Vec::new();
+        for about in abouts.iter().filter(|about| about.group == group) {
+            if !own.contains(&about) {
+                own.push(about);
+            }
+        }
+        if own.is_empty() {
+            continue;
+        }
+        let _ = writeln!(page, "<h3>{heading}</h3>\n<dl class=\"systems\">");
+        for about in own {
+            let _ = write!(page, "<dt>{}</dt><dd>{}", escape(&about.system), escape(&about.setup));
+            if let Some(what) = &about.gives_up {
+                let _ = write!(page, ". <b>Gives up:</b> {}", escape(what));
+            }
+            page.push_str("</dd>\n");
+        }
+        page.push_str("</dl>\n");
+    }
 }
 
 /// The machine of a run, in a sentence.
 fn describe(machine: &Machine) -> String {
-    let Machine { command, commit, date, cpu, memory_mib, kernel, qemu, versions } = machine;
+    let Machine { command, commit, date, cpu, memory_mib, kernel, qemu, versions, settings } = machine;
     let mut text = format!("Measured on {}", escape(cpu));
     // 0: a run that did not note it.
     if *memory_mib > 0 {
@@ -85,14 +124,17 @@ fn describe(machine: &Machine) -> String {
         escape(commit),
         escape(command)
     );
+    if let Some(settings) = settings {
+        let _ = write!(text, " With {}.", escape(settings));
+    }
     if !versions.is_empty() {
         let _ = write!(text, " Beside it: {}.", escape(&versions.join("; ")));
     }
     text
 }
 
-/// A row for each peer: how many times better Tombolo is, in the median, and between which ratios its cases lie.
-fn summary(table: &Table, page: &mut String) {
+/// A row for each peer: how many times better Tombolo is, in the median, and between which ratios its cases lie; by group where the run says groups.
+fn summary(table: &Table, abouts: &[About], page: &mut String) {
     let Some((own, peers)) = table.systems.split_first() else { return };
     let rows: Vec<(&String, Vec<f64>)> = peers
         .iter()
@@ -111,27 +153,42 @@ fn summary(table: &Table, page: &mut String) {
         .iter()
         .flat_map(|(_, ratios)| ratios)
         .fold((1.0_f64, 1.0_f64), |(low, high), ratio| (low.min(*ratio), high.max(*ratio)));
-    for (peer, mut ratios) in rows {
-        ratios.sort_by(f64::total_cmp);
-        let middle = median(&ratios).unwrap_or(1.0);
-        let (least, most) = (ratios[0], ratios[ratios.len() - 1]);
-        let _ = writeln!(
-            page,
-            "<tr><th scope=\"row\">{}</th><td>{}</td><td><b>{}</b></td><td>{}</td><td>{}</td><td class=\"wide\">{}</td></tr>",
-            escape(peer),
-            ratios.len(),
-            figure(middle),
-            figure(least),
-            figure(most),
-            chart::span(bounds, least, middle, most)
-        );
+    let group = |peer: &str| abouts.iter().find(|about| about.system == peer).map(|about| about.group);
+    let headings = GROUPS.iter().map(|(group, heading)| (Some(*group), *heading)).chain([(None, "")]);
+    for (wanted, heading) in headings {
+        let mut members = rows.iter().filter(|(peer, _)| group(peer) == wanted).peekable();
+        if !heading.is_empty() && members.peek().is_some() {
+            let _ = writeln!(
+                page,
+                "<tr class=\"group\"><th scope=\"rowgroup\" colspan=\"6\">{heading}</th></tr>"
+            );
+        }
+        for (peer, ratios) in members {
+            let mut ratios = ratios.clone();
+            ratios.sort_by(f64::total_cmp);
+            let middle = median(&ratios).unwrap_or(1.0);
+            let (least, most) = (ratios[0], ratios[ratios.len() - 1]);
+            let _ = writeln!(
+                page,
+                "<tr><th scope=\"row\">{}</th><td>{}</td><td><b>{}</b></td><td>{}</td><td>{}</td><td class=\"wide\">{}</td></tr>",
+                escape(peer),
+                ratios.len(),
+                figure(middle),
+                figure(least),
+                figure(most),
+                chart::span(bounds, least, middle, most)
+            );
+        }
     }
     page.push_str("</tbody></table></div>\n");
 }
 
-/// All medians, folded away.
-fn medians(table: &Table, page: &mut String) {
-    page.push_str("<details><summary>All medians</summary><div class=\"scroll\"><table><thead><tr><th>case</th><th>unit</th>");
+/// All medians of a part.
+fn medians(Part { title, table }: &Part, page: &mut String) {
+    if !title.is_empty() {
+        let _ = write!(page, "<h3>{title}</h3>");
+    }
+    page.push_str("<div class=\"scroll\"><table><thead><tr><th>case</th><th>unit</th>");
     for system in &table.systems {
         let _ = write!(page, "<th>{}</th>", escape(system));
     }
@@ -140,11 +197,12 @@ fn medians(table: &Table, page: &mut String) {
         let unit = table.unit(case).map_or("", |(unit, _)| unit);
         let _ = write!(page, "<tr><th scope=\"row\">{}</th><td>{}</td>", escape(case), escape(unit));
         for system in &table.systems {
-            let _ = write!(page, "<td>{}</td>", table.get(case, system).map_or("–".to_owned(), figure));
+            let shown = table.shown(case, system).unwrap_or_else(|| "–".to_owned());
+            let _ = write!(page, "<td>{}</td>", escape(&shown));
         }
         page.push_str("</tr>\n");
     }
-    page.push_str("</tbody></table></div></details>\n");
+    page.push_str("</tbody></table></div>\n");
 }
 
 fn escape(text: &str) -> String {
@@ -163,7 +221,7 @@ mod tests {
     fn run(samples: Vec<Sample>) -> (String, Recorded) {
         let machine = Machine::here("tombolo bench <t>".into(), Some("tcg"), vec!["x 1".into()]);
         let left_out = vec![LeftOut { system: "nfs".into(), left_out: "no server".into() }];
-        ("t".into(), Recorded { machines: vec![machine], samples, left_out })
+        ("t".into(), Recorded { machines: vec![machine], samples, left_out, ..Recorded::default() })
     }
 
     #[test]
@@ -191,5 +249,35 @@ mod tests {
         for reference in ["http", "src=", "@import", "url("] {
             assert!(!page.contains(reference), "{reference} in {page}");
         }
+    }
+
+    #[test]
+    fn cached_peers_stand_apart_with_what_they_give_up() {
+        let about = |system: &str, group, gives_up: Option<&str>| About {
+            system: system.into(),
+            group,
+            setup: "as usual".into(),
+            gives_up: gives_up.map(str::to_owned),
+        };
+        let (name, mut run) = run(vec![
+            sample("fio-read-4k-j1", "tombolo", 4.0),
+            sample("fio-read-4k-j1", "9p", 1.0),
+            sample("fio-read-4k-j1-buffered", "tombolo", 4.0),
+            sample("fio-read-4k-j1-buffered", "virtiofs-always", 8.0),
+        ]);
+        run.abouts = vec![
+            about("tombolo", Group::Coherent, None),
+            about("virtiofs-always", Group::Cached, Some("what <others> wrote")),
+            about("9p", Group::Coherent, None),
+        ];
+        let page = html(&[(name, run)]);
+        let order =
+            ["rowgroup", "<th scope=\"row\">9p</th>", "rowgroup", "<th scope=\"row\">virtiofs-always</th>"];
+        let mut from = 0;
+        for part in order {
+            from += page[from..].find(part).unwrap_or_else(|| panic!("{part} does not follow: {page}")) + 1;
+        }
+        assert!(page.contains("<b>Gives up:</b> what &lt;others> wrote</dd>"), "{page}");
+        assert!(page.contains("<h3>Buffered</h3>") && page.contains("<h3>With O_DIRECT</h3>"), "{page}");
     }
 }
