@@ -103,7 +103,7 @@ mod tests {
         let looker = run(&["look", &files, &flag, "30"]);
         assert!(run(&["change", &files, &flag]).wait().unwrap().success());
         let said = looker.wait_with_output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "read 0.000\nopen 0.000\nname 0.000\n");
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "read 0.000\nopen 0.000\nname 0.000\ngone 0.000\n");
         // Nobody changes it: the flag stands from the first time, the files are made anew.
         let again = path("again");
         assert!(run(&["make", &again]).wait().unwrap().success());
@@ -111,7 +111,7 @@ mod tests {
         let said = run(&["look", &again, &flag, "0.05"]).wait_with_output().unwrap();
         assert_eq!(
             String::from_utf8_lossy(&said.stdout),
-            "read 0.050 unseen\nopen 0.050 unseen\nname 0.050 unseen\n"
+            "read 0.050 unseen\nopen 0.050 unseen\nname 0.050 unseen\ngone 0.050 unseen\n"
         );
     }
 }
