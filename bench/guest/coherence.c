@@ -10,6 +10,7 @@
  *   read   the content of a file that this VM keeps open
  *   open   the content of a file that this VM opens again for each look
  *   name   a new name in a directory, which this VM has asked for before
+ *   gone   a name that was removed
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -26,11 +27,11 @@
 #define LENGTH (sizeof(OLD) - 1)
 #define TIMEOUT 60.0
 
-enum what { READ, OPEN, NAME, KINDS };
-static const char *const names[KINDS] = {"read", "open", "name"};
+enum what { READ, OPEN, NAME, GONE, KINDS };
+static const char *const names[KINDS] = {"read", "open", "name", "gone"};
 
 /* Each kind has a directory of its own, so that looking at one refreshes nothing of another. */
-static char dirs[KINDS][4096], files[KINDS][4128];
+static char dirs[KINDS][4096], files[KINDS][4104];
 static int kept = -1;
 
 static double now(void)
@@ -128,10 +129,10 @@ static int look(enum what kind)
 		return seen;
 	default:
 		if (stat(name, &st) == 0)
-			return 1;
+			return kind == NAME;
 		if (errno != ENOENT)
 			fail("stat", name);
-		return 0;
+		return kind == GONE;
 	}
 }
 
@@ -192,8 +193,12 @@ int main(int argc, char **argv)
 		look_at_all(argv[3], atof(argv[4]));
 	} else if (argc == 4 && !strcmp(verb, "change")) {
 		await_flag(argv[3], "looked");
-		for (int kind = 0; kind < KINDS; kind++)
-			put(files[kind], kind == NAME ? O_CREAT | O_EXCL : 0, NEW);
+		for (int kind = 0; kind < KINDS; kind++) {
+			if (kind != GONE)
+				put(files[kind], kind == NAME ? O_CREAT | O_EXCL : 0, NEW);
+			else if (unlink(files[kind]))
+				fail("unlink", files[kind]);
+		}
 		raise_flag(argv[3], "changed");
 	} else {
 		fprintf(stderr, "usage: coherence make DIR | look DIR FLAG SECONDS | change DIR FLAG\n");

@@ -80,6 +80,9 @@ struct FilesArgs {
     /// Rounds over all systems
     #[arg(long)]
     rounds: Option<u32>,
+    /// Begin no round that would end after so many minutes; one is always run
+    #[arg(long, value_name = "MINUTES")]
+    minutes: Option<u32>,
     /// Only these systems and tombolo: ext4-dax, tmpfs, 9p, virtiofs, nfs, 9p-loose, virtiofs-auto, virtiofs-always
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     systems: Vec<String>,
@@ -240,6 +243,7 @@ fn files(args: FilesArgs) -> Result<Results> {
     let mut plan = if args.quick { Plan::quick() } else { Plan::full() };
     plan.systems = systems::chosen(&args.systems).map_err(anyhow::Error::msg)?;
     plan.rounds = args.rounds.unwrap_or(plan.rounds);
+    plan.minutes = args.minutes;
     plan.kernel = args.kernel;
     plan.names = args.names.unwrap_or(plan.names);
     plan.trees = args.trees.unwrap_or(plan.trees).min(plan.rounds);

@@ -23,6 +23,7 @@ pub mod systems;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -43,8 +44,10 @@ pub struct Plan {
     pub io: Vec<Io>,
     /// fio's matrix.
     pub matrix: Matrix,
-    /// Rounds over all systems.
+    /// Rounds over all systems, at most.
     pub rounds: u32,
+    /// No round begins that would, if it took as long as the one before, end after so many minutes; at least one is run.
+    pub minutes: Option<u32>,
     /// Names for the operations on names; 0: leave them out.
     pub names: u32,
     /// Rounds in which a source tree is unpacked and git asked for its status, which takes minutes over 9p; 0: leave it out.
@@ -65,6 +68,7 @@ impl Plan {
             io: vec![Io::Direct, Io::Buffered],
             matrix: Matrix::full(),
             rounds: 3,
+            minutes: None,
             names: 10_000,
             trees: 3,
             handover_mb: 1024,
@@ -97,6 +101,12 @@ impl Plan {
         self.systems.iter().copied().filter(|system| self.io(system).next().is_some()).collect()
     }
 
+    /// Returns whether another round like the last one ends in time.
+    fn has_time(&self, since_start: Duration, last_round: Duration) -> bool {
+        self.minutes
+            .is_none_or(|minutes| since_start + last_round <= Duration::from_secs(60 * u64::from(minutes)))
+    }
+
     fn looks_for_coherence(&self) -> bool {
         self.coherence_s > 0 && self.matrix.wants("coherence")
     }
@@ -119,8 +129,10 @@ impl Plan {
     fn settings(&self, tree: usize) -> String {
         let Matrix { kinds, sizes, jobs, runtime_ms, total_mb, .. } = &self.matrix;
         let jobs: Vec<String> = jobs.iter().map(u32::to_string).collect();
+        let limit =
+            self.minutes.map(|minutes| format!(", or what fits {minutes} minutes")).unwrap_or_default();
         format!(
-            "{} rounds; fio {} of {} by {} jobs, {} s each on files of {total_mb} MiB; {} names; a tree of {tree} files in {} rounds; two VMs: {} MB \
+            "{} rounds{limit}; fio {} of {} by {} jobs, {} s each on files of {total_mb} MiB; {} names; a tree of {tree} files in {} rounds; two VMs: {} MB \
              handed over, up to {} s for a change to be seen",
             self.rounds,
             kinds.join("/"),
@@ -182,7 +194,7 @@ impl<'a> Bench<'a> {
         if plan.trees > 0 && plan.matrix.wants("tree") {
             let work = made("tree")?;
             let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-            tree = guest::pack_tree(&root, &work, &tools.join("tree.tar"))?;
+            tree = guest::pack_tree(&root, guest::TREE_FILES, &work, &tools.join("tree.tar"))?;
             fs::remove_dir_all(&work)?;
         }
         let servers = Servers::start(folder.path(), &export, &plan.systems(), plan.vms());
@@ -194,7 +206,9 @@ impl<'a> Bench<'a> {
         let project = Project::up(folder.path(), &compose)?;
         let bench = Bench { plan, project, servers, tree, _folder: folder };
         for vm in plan.vms() {
-            let mount = "mkdir -p /bench && mount -t 9p -o trans=virtio,version=9p2000.L tools /bench";
+            // The tree is read from the guest's memory, so that nothing but the system under test decides.
+            let mount = "set -e; mkdir -p /bench; mount -t 9p -o trans=virtio,version=9p2000.L,msize=524288,ro tools /bench; \
+                         for f in /bench/*.tar; do if [ -e $f ]; then cp $f /tmp; fi; done";
             bench.project.exec(vm, mount)?;
         }
         Ok(bench)
@@ -208,9 +222,10 @@ impl<'a> Bench<'a> {
         Ok(Machine { settings: Some(self.plan.settings(self.tree)), ..machine })
     }
 
-    /// Measures all systems in each round; then, round by round, those that two VMs share.
+    /// Measures all systems round by round, in one VM, then those that two VMs share in both.
     fn measure(&self, results: &mut Results) -> Result<()> {
         let Bench { plan, project, .. } = self;
+        let start = Instant::now();
         let two = plan.vms().len() > 1;
         let missing: Vec<&str> = self.servers.left_out().map(|(system, _)| system).collect();
         let mut systems = plan.systems();
@@ -220,27 +235,24 @@ impl<'a> Bench<'a> {
         let bar = ProgressBar::new(u64::from(plan.rounds) * (systems.len() + shared) as u64)
             .with_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} {eta}")?);
         for number in 0..plan.rounds {
+            let begin = Instant::now();
             each(&mut systems, results, |system, results| {
                 bar.set_message(system.name);
                 round(plan, number, project, system, results)?;
                 bar.inc(1);
                 Ok(())
             })?;
-        }
-        systems.retain(|system| two && system.is_shared());
-        each(&mut systems, results, |system, results| {
-            project.exec(VM, &format!("rm -f {}/fio.*", system.dir()))?;
-            bar.set_message(format!("{}, seen by another VM", system.name));
-            pair::coherence(plan, project, system, results)
-        })?;
-        for _ in 0..if plan.handover_mb > 0 { plan.rounds } else { 0 } {
             each(&mut systems, results, |system, results| {
-                bar.set_message(format!("{}, two VMs", system.name));
-                pair::at_once(plan, project, system, results)?;
-                pair::handover(plan, project, system, results)?;
-                bar.inc(1);
+                if two && system.is_shared() {
+                    bar.set_message(format!("{}, two VMs", system.name));
+                    pair::all(plan, number, project, system, results)?;
+                    bar.inc(1);
+                }
                 Ok(())
             })?;
+            if !plan.has_time(start.elapsed(), begin.elapsed()) {
+                break;
+            }
         }
         bar.finish_and_clear();
         Ok(())
@@ -321,7 +333,7 @@ fn round(plan: &Plan, number: u32, project: &Project, system: &System, results: 
     }
     if number < plan.trees && plan.matrix.wants("tree") {
         let tree = format!("{dir}/tree");
-        let unpack = timed(project, VM, &format!("mkdir {tree} && tar -xf /bench/tree.tar -C {tree}"))?;
+        let unpack = timed(project, VM, &format!("mkdir {tree} && tar -xf /tmp/tree.tar -C {tree}"))?;
         add(results, system, "tree-unpack".into(), unpack, "s", Better::Lower)?;
         let status = timed(
             project,
@@ -347,13 +359,13 @@ fn timed(project: &Project, vm: &str, script: &str) -> Result<f64> {
 
 fn compose(plan: &Plan, initrd: &Path, temp: &Path, servers: &Servers) -> String {
     let Matrix { total_mb, .. } = plan.matrix;
-    // Of all numbers of jobs together: half of it is what the largest one needs.
+    // Of all numbers of jobs together. Each VM has half of `total_mb` beside, for what two do at once.
     let files_mb = total_mb * 2;
     let mut text = format!(
         "name = \"tombolo-bench-{}\"\n\
          [zone.files]\nsize = \"{zone}M\"\nfiles = true\n",
         std::process::id(),
-        zone = files_mb + plan.handover_mb + 512,
+        zone = files_mb + total_mb + plan.handover_mb + 512,
     );
     let has = |needs: Needs| plan.systems().into_iter().filter(move |system| system.needs == needs);
     let share = |tag: &str, path: &str, readonly: bool| {
@@ -372,8 +384,8 @@ fn compose(plan: &Plan, initrd: &Path, temp: &Path, servers: &Servers) -> String
         }
         let mut shares = vec![share("tools", "tools", true)];
         shares.extend(has(Needs::P9).map(|system| share(system.name, "export", false)));
-        // The first VM has the tmpfs; the second has one file of each system.
-        let (own, cached) = if *vm == VM { (files_mb, files_mb) } else { (0, total_mb / 2) };
+        // The first VM has the tmpfs, and caches both.
+        let (own, cached) = if *vm == VM { (files_mb, files_mb + total_mb / 2) } else { (0, total_mb / 2) };
         let _ = write!(
             text,
             "[vm.{vm}]\nkernel = \"{kernel}\"\ninitrd = \"{initrd}\"\nmemory = \"{memory}M\"\ncpus = 2\n\
@@ -412,6 +424,14 @@ mod tests {
         assert_eq!([vms(&["handover"]), vms(&["4k-vms2"]), vms(&["coherence"]), vms(&[])], [2, 2, 2, 2]);
         let no_coherence = Plan { coherence_s: 0, ..only(Plan::full(), &["coherence"]) };
         assert_eq!(no_coherence.vms(), [VM]);
+    }
+
+    #[test]
+    fn a_round_begins_only_if_it_ends_in_time() {
+        let plan = Plan { minutes: Some(25), ..Plan::full() };
+        let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
+        assert!(plan.has_time(minutes(16), minutes(9)) && !plan.has_time(minutes(18), minutes(9)));
+        assert!(Plan::full().has_time(minutes(600), minutes(300)));
     }
 
     #[test]

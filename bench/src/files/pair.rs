@@ -25,8 +25,26 @@ fn both(project: &Project, first: &str, second: &str) -> Result<(String, String)
     })
 }
 
+/// All that two VMs do, in the round of this number; the time until a change is seen is measured in the first alone.
+pub fn all(
+    plan: &Plan,
+    number: u32,
+    project: &Project,
+    system: &System,
+    results: &mut Results,
+) -> Result<()> {
+    if number == 0 {
+        coherence(plan, project, system, results)?;
+    }
+    if plan.handover_mb > 0 {
+        at_once(plan, project, system, results)?;
+        handover(plan, project, system, results)?;
+    }
+    Ok(())
+}
+
 /// The fio matrix with one job in each VM, each on a file of its own, at the same time: the sum of both.
-pub fn at_once(plan: &Plan, project: &Project, system: &System, results: &mut Results) -> Result<()> {
+fn at_once(plan: &Plan, project: &Project, system: &System, results: &mut Results) -> Result<()> {
     for io in plan.io(system) {
         let dir = system.dir();
         let script = |vm: &str, other: &str| {
@@ -52,7 +70,7 @@ pub fn at_once(plan: &Plan, project: &Project, system: &System, results: &mut Re
 
 /// A producer writes a file in one VM while a consumer in the other follows, from the first write to the last read. Both use O_DIRECT: a
 /// system that is measured buffered only would never show the consumer the file's growth.
-pub fn handover(plan: &Plan, project: &Project, system: &System, results: &mut Results) -> Result<()> {
+fn handover(plan: &Plan, project: &Project, system: &System, results: &mut Results) -> Result<()> {
     if !plan.matrix.wants("handover") || !plan.io(system).any(|io| io == Io::Direct) {
         return Ok(());
     }
@@ -74,7 +92,7 @@ pub fn handover(plan: &Plan, project: &Project, system: &System, results: &mut R
 }
 
 /// The time after which a VM sees what another has changed; ended after the plan's seconds.
-pub fn coherence(plan: &Plan, project: &Project, system: &System, results: &mut Results) -> Result<()> {
+fn coherence(plan: &Plan, project: &Project, system: &System, results: &mut Results) -> Result<()> {
     if !plan.looks_for_coherence() {
         return Ok(());
     }

@@ -119,8 +119,8 @@ pub static ALL: [System; 9] = [
         group: Group::Cached,
         setup: "NFS 4.1, nconnect=4, rsize and wsize 1 MiB, the client's usual caches",
         gives_up: Some(
-            "an open file shows another VM's writes after 3 s and more, a new name after up to a minute; written data reaches the server when the \
-             file is closed",
+            "an open file shows another VM's writes up to a minute later, new and removed names too; written data reaches the server when the file is \
+             closed",
         ),
         needs: Needs::Nfs,
         mount: "-t nfs4 -o port=$nfs_port,vers=4.1,sec=sys,proto=tcp,nconnect=4,rsize=1048576,wsize=1048576 $nfs_host:/bench",
@@ -131,7 +131,8 @@ pub static ALL: [System; 9] = [
         group: Group::Cached,
         setup: "QEMU's 9p with cache=loose, msize=524288",
         gives_up: Some(
-            "another VM's and the host's changes are not seen until it is mounted again, and written data reaches the host half a minute later",
+            "another VM's and the host's changes of files and names that it knows are not seen until it is mounted again, and written data reaches the \
+             host up to half a minute later",
         ),
         needs: Needs::P9,
         mount: "-t 9p -o trans=virtio,version=9p2000.L,msize=524288,cache=loose 9p-loose",
@@ -141,7 +142,9 @@ pub static ALL: [System; 9] = [
         name: "virtiofs-auto",
         group: Group::Cached,
         setup: "virtiofsd with cache=auto, no DAX",
-        gives_up: Some("another VM's changes of an open file and of names are seen up to a second later"),
+        gives_up: Some(
+            "another VM's changes of an open file and of names that it knows are seen up to a second later",
+        ),
         needs: Needs::Virtiofs { cache: ["auto", "auto"], writeback: false },
         mount: "-t virtiofs virtiofs-auto",
         io: &[Io::Buffered],
@@ -151,7 +154,8 @@ pub static ALL: [System; 9] = [
         group: Group::Cached,
         setup: "virtiofsd with cache=always and writeback, no DAX",
         gives_up: Some(
-            "another VM's and the host's changes are not seen until it is mounted again, and written data reaches the host later",
+            "another VM's and the host's changes of files and names that it knows are not seen until it is mounted again, and written data reaches the \
+             host up to half a minute later",
         ),
         needs: Needs::Virtiofs { cache: ["always", "always"], writeback: true },
         mount: "-t virtiofs virtiofs-always",
