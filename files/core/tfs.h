@@ -46,6 +46,7 @@ struct tfs {
 	struct tfs_handle root; /* the member's root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
+	bool keyed;	 /* TFS_INCOMPAT_KEYED_HASH */
 	bool unclean;	 /* this member left work to its recovery */
 	bool asked;	 /* another thread has cleared TMB_PENDING_REVOKE since tfs_revoke */
 	tmb_u32 taking;	 /* so many threads may be clearing it now */

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Single claims about the core, through its safe interface.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -105,6 +106,44 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
 }
 
 /// A zone with the member table at the start and the file system behind it, and a function that opens it for a member.
+/// Names with changes in pairs of words that cancelled each other out in the hash of older file systems, whatever its seed was.
+fn of_one_hash(i: usize) -> Vec<u8> {
+    let mut name = vec![b'a'; 208];
+    for pair in (0..13).filter(|pair| i >> pair & 1 != 0) {
+        for (byte, change) in [(7, 0x80), (15, 0x80), (12, 4)] {
+            name[16 * pair + byte] ^= change;
+        }
+    }
+    name
+}
+
+/// In a directory of all users, the names of one must not keep the others from making theirs.
+#[test]
+fn names_that_a_user_has_chosen_to_have_one_hash_are_no_damage_and_keep_no_other_name_out() {
+    const NAMES: usize = 7800;
+    for features in [sys::TFS_INCOMPAT_KNOWN, sys::TFS_INCOMPAT_ALL] {
+        let area = area(32);
+        assert!(area.store_word(offset_of!(sys::tfs_super, incompat) as u64, u64::from(features)));
+        let fs = Filesystem::open_with(area.clone(), Box::new(|what, _, _| panic!("damage: {what}")))
+            .expect("open");
+        let made = file(&fs, "file");
+        for i in 0..NAMES {
+            fs.link(ROOT, &of_one_hash(i), made).unwrap_or_else(|e| panic!("name {i}: {e}"));
+        }
+        for i in 0..100 {
+            file(&fs, &format!("other {i}"));
+        }
+        assert_eq!(fs.list(ROOT).expect("names").len(), NAMES + 101);
+        for i in (0..NAMES).step_by(70) {
+            assert_eq!(fs.lookup(ROOT, &of_one_hash(i)).map(|found| found.0), Ok(made), "name {i}");
+            fs.unlink(ROOT, &of_one_hash(i), None).expect("unlink");
+            assert_eq!(fs.lookup(ROOT, &of_one_hash(i)), Err(Errno::NOENT), "name {i}");
+        }
+        drop(fs);
+        assert_clean(&area);
+    }
+}
+
 fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
