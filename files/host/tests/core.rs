@@ -144,6 +144,66 @@ fn names_that_a_user_has_chosen_to_have_one_hash_are_no_damage_and_keep_no_other
     }
 }
 
+#[test]
+fn room_for_a_file_that_is_not_there_is_taken_from_nobody() {
+    let area = area(32);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let kept = file(&fs, "kept");
+    fs.fallocate(kept, sys::TFS_FALLOC_KEEP_SIZE, 0, 1 << 20).expect("room");
+    fs.pwrite(kept, &[7; 5000], 0, false).expect("write");
+    let (before, blocks) = (fs.statfs().blocks_free, fs.getattr(kept).expect("attributes").blocks);
+    for mode in [0, sys::TFS_FALLOC_KEEP_SIZE, sys::TFS_FALLOC_ZERO] {
+        for len in [before * BLOCK + (2 << 20), 1 << 40] {
+            assert_eq!(fs.fallocate(kept, mode, 0, len), Err(Errno::NOSPC), "mode {mode}, {len} bytes");
+            let attr = fs.getattr(kept).expect("attributes");
+            assert_eq!((attr.size, attr.blocks), (5000, blocks), "mode {mode}, {len} bytes");
+            assert_eq!(fs.statfs().blocks_free, before, "mode {mode}, {len} bytes");
+        }
+    }
+    let mut bytes = [0; 5000];
+    assert_eq!((fs.pread(kept, &mut bytes, 0), bytes), (Ok(5000), [7; 5000]));
+    drop(fs);
+    assert_clean(&area);
+}
+
+/// Of so few blocks it is not known before that they do not suffice.
+#[test]
+fn room_that_ends_in_the_middle_is_given_back() {
+    const LEN: u64 = 2000 * BLOCK;
+    let area = area(8);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let before = fs.statfs().blocks_free;
+    assert!((1100..1900).contains(&before), "{before}");
+    for (mode, size) in [(0, 0), (sys::TFS_FALLOC_KEEP_SIZE, 0), (0, 5000)] {
+        let name = format!("{mode} {size}");
+        let made = file(&fs, &name);
+        fs.pwrite(made, &vec![7; size], 0, false).expect("write");
+        let before = fs.statfs().blocks_free;
+        assert_eq!(fs.fallocate(made, mode, 0, LEN), Err(Errno::NOSPC), "{name}");
+        let after = fs.statfs().blocks_free;
+        // A tree that has grown keeps the node above its first one.
+        assert!(
+            fs.size(made) == size as u64 && after + u64::from(size > 0) >= before,
+            "{name}: {after} of {before}"
+        );
+    }
+    drop(fs);
+    assert_clean(&area);
+}
+
+#[test]
+fn room_beyond_a_members_limit_is_not_taken() {
+    let (_host, guest, area) = with_grant(3000, 0);
+    let made = file(&guest, "f");
+    let before = guest.statfs().blocks_free;
+    assert_eq!(guest.fallocate(made, 0, 0, 4000 * BLOCK), Err(Errno::DQUOT));
+    assert_eq!((guest.size(made), guest.statfs().blocks_free), (0, before));
+    guest.fallocate(made, 0, 0, 2500 * BLOCK).expect("room within it");
+    drop(guest);
+    drop(_host);
+    assert_clean(&area);
+}
+
 fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
