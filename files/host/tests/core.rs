@@ -204,6 +204,28 @@ fn room_beyond_a_members_limit_is_not_taken() {
     assert_clean(&area);
 }
 
+#[test]
+fn attributes_are_replaced_and_removed_where_all_is_full() {
+    let area = area(8);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let kept = file(&fs, "kept");
+    for name in [b"user.a".as_slice(), b"user.b"] {
+        fs.xattr_set(kept, name, Some(&[1; 100]), 0, None).expect("an attribute");
+    }
+    let big = file(&fs, "big");
+    while fs.pwrite(big, &[1; BLOCK as usize], fs.size(big), false).is_ok() {}
+    for i in 0..10u8 {
+        fs.xattr_set(kept, b"user.a", Some(&[i; 100]), 0, Some(0o640)).expect("no larger than before");
+    }
+    assert_eq!(fs.xattr_get(kept, b"user.a"), Ok(vec![9; 100]));
+    fs.xattr_set(kept, b"user.a", None, 0, None).expect("removed, though another one stays");
+    assert_eq!(fs.xattr_set(kept, b"user.c", Some(&[1; 6000]), 0, None), Err(Errno::NOSPC));
+    // What was reserved for removals is there again.
+    fs.truncate(big, 5000, false).expect("a shorter file");
+    drop(fs);
+    assert_clean(&area);
+}
+
 fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
