@@ -379,6 +379,26 @@ fn a_file_is_cut_within_a_large_run_also_where_all_is_full() {
     assert_clean(&area);
 }
 
+/// Its predecessor's locks would count as its own if both had the same epoch.
+#[test]
+fn a_process_that_is_alone_follows_one_that_died_in_the_same_second() {
+    let area = area(8);
+    for _ in 0..2 {
+        let alone = area.lone();
+        let epoch = alone.incarnation().expect("a member").epoch;
+        let fs = Filesystem::open(alone).expect("open");
+        let made = fs.lookup(ROOT, b"f").map_or_else(|_| file(&fs, "f"), |found| found.0);
+        let word = u64::from(epoch) << 32 | u64::from(sys::TFS_LOCK_HELD) | 1;
+        let (sent, done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || sent.send((fs.pwrite(made, b"x", 0, false), fs)));
+        let (written, fs) =
+            done.recv_timeout(std::time::Duration::from_secs(60)).expect("its lock is taken over");
+        assert_eq!(written, Ok(1));
+        assert!(area.store_word(inode_field(&area, made.ino, offset_of!(sys::tfs_inode, lock)), word));
+        fs.abandon();
+    }
+}
+
 #[test]
 fn a_late_close_leaves_the_open_file_that_has_its_number_now() {
     let (a, b) = two_members();
