@@ -144,17 +144,23 @@ fn who_has_a_file_open_that_another_mount_gives_away_can_change_it_no_more_than_
     let file = fs::OpenOptions::new().write(true).open(&path).expect("open");
     assert_eq!(file.metadata().expect("stat").uid(), 1000);
     std::os::unix::fs::chown(rig.at("b/f"), Some(0), Some(0)).expect("chown");
-    let code = in_child(|| {
-        // SAFETY: plain calls of a child with one thread.
-        unsafe {
-            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setgid(1000) != 0 || libc::setuid(1000) != 0
-            {
-                return 2;
+    // Also in a user namespace of its own, where it has all capabilities.
+    for apart in [false, true] {
+        let code = in_child(|| {
+            // SAFETY: plain calls of a child with one thread.
+            unsafe {
+                if libc::setgroups(0, std::ptr::null()) != 0
+                    || libc::setgid(1000) != 0
+                    || libc::setuid(1000) != 0
+                    || (apart && libc::unshare(libc::CLONE_NEWUSER) != 0)
+                {
+                    return 2;
+                }
+                i32::from(libc::fchmod(file.as_raw_fd(), 0o4777) == 0)
             }
-            i32::from(libc::fchmod(file.as_raw_fd(), 0o4777) == 0)
-        }
-    });
-    assert_eq!(code, 0);
+        });
+        assert_eq!(code, 0, "in a namespace of its own: {apart}");
+    }
     let now = fs::metadata(rig.at("b/f")).expect("stat");
     assert_eq!((now.mode() & 0o7777, now.uid()), (0o644, 0));
 }
@@ -645,7 +651,8 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
         libc::FALLOC_FL_ZERO_RANGE,
         libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
     ];
-    for (uid, left) in [(1000, 0o777), (0, 0o6777)] {
+    // Also in a user namespace of its own, where it has all capabilities.
+    for (uid, apart, left) in [(1000, false, 0o777), (1000, true, 0o777), (0, false, 0o6777)] {
         for mode in modes {
             let path = alone.at.join("f");
             fs::write(&path, [1; 10_000]).expect("write");
@@ -655,7 +662,8 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
             let code = in_child(|| {
                 // SAFETY: plain calls of a child with one thread.
                 let ret = unsafe {
-                    if libc::setgid(uid) != 0 || libc::setuid(uid) != 0 {
+                    let given_up = libc::setgid(uid) == 0 && libc::setuid(uid) == 0;
+                    if !given_up || (apart && libc::unshare(libc::CLONE_NEWUSER) != 0) {
                         return 2;
                     }
                     libc::fallocate(file.as_raw_fd(), mode, 4096, 8192)
@@ -664,7 +672,7 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
             });
             assert_eq!(code, 0, "mode {mode:#x}");
             let now = fs::metadata(&path).expect("stat").mode() & 0o7777;
-            assert_eq!(now, left, "user {uid}, mode {mode:#x}: {now:o}");
+            assert_eq!(now, left, "user {uid}, in a namespace of its own: {apart}, mode {mode:#x}: {now:o}");
             fs::remove_file(&path).expect("unlink");
         }
     }
@@ -1004,8 +1012,8 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
         for lock in &locks {
             mem.store_u64(*lock, 0).expect("a word");
         }
+        resume(&rig);
         assert!(done, "a program that needs none of these files waits with the others");
         assert_eq!(other.join().expect("no panic"), WAITERS + 1);
     });
-    resume(&rig);
 }
