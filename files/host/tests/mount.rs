@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tempfile::TempDir;
@@ -33,21 +33,56 @@ struct Rig {
     zone: PathBuf,
     pids: Vec<i32>,
     owner: Option<Zone>,
+    server: Option<Killed>,
+}
+
+/// A process that is killed at the end.
+struct Killed(Child);
+
+impl Killed {
+    fn end(mut self) {
+        self.0.kill().expect("a child");
+        self.0.wait().expect("a child");
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have been killed before.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a process that owns the zone and serves its doorbells.
+fn serve(zone: &Path) -> Killed {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+    let mut child = command.arg("serve").arg(zone).stdout(Stdio::piped()).spawn().expect("the server starts");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "serving\n");
+    Killed(child)
 }
 
 impl Rig {
     fn new() -> Rig {
-        Rig::mounted_by(true)
+        Rig::mounted_by(true, false)
     }
 
-    /// owned: by this process, which serves no doorbells; else the first mount takes the zone over.
-    fn mounted_by(owned: bool) -> Rig {
+    /// Another process owns the zone and serves its doorbells.
+    fn served() -> Rig {
+        Rig::mounted_by(false, true)
+    }
+
+    /// owned: by this process, which serves no doorbells; unless another one serves it, the first mount takes the zone over.
+    fn mounted_by(owned: bool, served: bool) -> Rig {
         let dir = TempDir::new().expect("a directory");
         let zone = dir.path().join("zone");
         let config = ZoneConfig::new("rig", 64 << 20).backing(Backing::File(zone.clone()));
         let owner = Some(Zone::create(&config).expect("a zone")).filter(|_| owned);
         must(&["mkfs", zone.to_str().expect("a path")]);
-        let mut rig = Rig { dir, zone, pids: Vec::new(), owner };
+        let server = served.then(|| serve(&zone));
+        let mut rig = Rig { dir, zone, pids: Vec::new(), owner, server };
         for name in ["a", "b"] {
             fs::create_dir(rig.at(name)).expect("a directory");
             let member = format!("member-{name}");
@@ -438,7 +473,7 @@ fn the_death_of_a_mount_gives_its_locks_up() {
 #[test]
 fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
     for dies in [1, 0] {
-        let mut rig = Rig::mounted_by(false);
+        let mut rig = Rig::mounted_by(false, false);
         let (first, second) = both(&rig, "f");
         let (held, wanted) = if dies == 1 { (second, first) } else { (first, second) };
         rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
@@ -449,6 +484,20 @@ fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
         drop((held, wanted));
         unmount(&rig.at(["a", "b"][dies]));
     }
+}
+
+#[test]
+fn mounts_outlive_each_other_also_after_the_death_of_who_served_their_doorbells() {
+    let mut rig = Rig::served();
+    let (held, wanted) = both(&rig, "f");
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    rig.server.take().expect("a server").end();
+    let pid = rig.pids.remove(0);
+    // SAFETY: a process started by this test.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    rustix::fs::flock(&wanted, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+    drop((held, wanted));
+    unmount(&rig.at("a"));
 }
 
 #[test]

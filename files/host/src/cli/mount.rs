@@ -297,7 +297,7 @@ fn serve(
         let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
         let rung = joined.and_then(Joined::rung);
         fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
-        match poll(&mut fds, if rung.is_none() { joined.map(|_| &LOOK) } else { None }) {
+        match poll(&mut fds, joined.filter(|joined| !joined.is_served()).map(|_| &LOOK)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }
