@@ -1066,3 +1066,15 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
         assert_eq!(other.join().expect("no panic"), WAITERS + 1);
     });
 }
+
+/// The command that started it, and read what it said, has ended.
+#[test]
+fn a_mount_in_the_background_goes_on_after_it_has_told_of_damage() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "x").expect("write");
+    let lock = lock_of(&rig, fs::metadata(rig.at("a/f")).expect("stat").ino());
+    let no_owner = u64::from(tombolo_files::sys::TFS_LOCK_HELD) | 200;
+    rig.owner.as_ref().expect("an owner").mem().store_u64(lock, no_owner).expect("a word");
+    fs::set_permissions(rig.at("a/f"), fs::Permissions::from_mode(0o600)).expect("chmod");
+    assert_eq!(fs::read_to_string(rig.at("a/f")).expect("read"), "x");
+}
