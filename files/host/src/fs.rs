@@ -481,6 +481,24 @@ impl Filesystem {
         check(unsafe { sys::tfs_open_ref(self.writable()?, raw(ino)) })
     }
 
+    /// [`Filesystem::open_ref`] for callers that hold a lock: waits for nobody. After an error the caller calls [`Filesystem::free_unused`].
+    pub(crate) fn open_bit(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_open_bit(self.writable()?, raw(ino)) })
+    }
+
+    /// [`Filesystem::close_ref`] for callers that hold a lock: waits for nobody. Afterwards the caller calls [`Filesystem::free_unused`].
+    pub(crate) fn close_bit(&self, ino: impl Into<Handle>) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_close_bit(self.raw(), raw(ino)) }
+    }
+
+    /// Frees the inode if it has neither name nor opener; may wait for another member's lock.
+    pub(crate) fn free_unused(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_free_unused(self.writable()?, raw(ino)) })
+    }
+
     /// Drops the reference of [`Filesystem::open_ref`].
     pub fn close_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.

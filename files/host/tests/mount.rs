@@ -1067,6 +1067,32 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
     });
 }
 
+/// The closed file's number and that of the mount's root are in the same part of the mount's table of files.
+#[test]
+fn the_close_of_a_removed_file_that_waits_for_a_suspended_member_delays_no_other_program() {
+    const PARTS: u64 = 64;
+    let rig = Rig::new();
+    let mem = rig.owner.as_ref().expect("an owner").mem();
+    let mut made = (0..2 * PARTS).map(|i| {
+        let file = fs::File::create(rig.at(&format!("a/f{i}"))).expect("create");
+        (i, file.metadata().expect("stat").ino(), file)
+    });
+    let (name, ino, file) = made.find(|(_, ino, _)| ino % PARTS == ROOT % PARTS).expect("one of them");
+    fs::remove_file(rig.at(&format!("b/f{name}"))).expect("unlink");
+    let lock = lock_of(&rig, ino);
+    suspend_with(&rig, &[lock]);
+    drop(file);
+    wait_until(|| mem.load_u64(lock + 8).expect("a word") != 0);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| fs::read_dir(rig.at("a")).expect("list").count());
+        wait_until(|| other.is_finished());
+        let done = other.is_finished();
+        mem.store_u64(lock, 0).expect("a word");
+        resume(&rig);
+        assert!(done, "a program that needs none of the suspended member's locks waits");
+    });
+}
+
 /// The command that started it, and read what it said, has ended.
 #[test]
 fn a_mount_in_the_background_goes_on_after_it_has_told_of_damage() {
@@ -1077,4 +1103,101 @@ fn a_mount_in_the_background_goes_on_after_it_has_told_of_damage() {
     rig.owner.as_ref().expect("an owner").mem().store_u64(lock, no_owner).expect("a word");
     fs::set_permissions(rig.at("a/f"), fs::Permissions::from_mode(0o600)).expect("chmod");
     assert_eq!(fs::read_to_string(rig.at("a/f")).expect("read"), "x");
+}
+
+/// Waits until a request for a lock of this inode is in a mount's queue, from where it is tried again and again.
+fn wait_for_waiter(rig: &Rig, ino: u64) {
+    let owner = rig.owner.as_ref().expect("an owner");
+    let area = owner.area(tombolo_zone::AreaType::Files, None).expect("a file system").offset;
+    let root = lock_of(rig, ino) - core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+        + core::mem::offset_of!(tombolo_files::sys::tfs_inode, locks) as u64;
+    let root = owner.mem().load_u64(root).expect("a word") & tombolo_files::sys::TFS_BLOCKNR_MASK;
+    let waiters = area + root * 4096;
+    let waits = || owner.mem().load_u64(waiters).expect("a word") != 0;
+    wait_until(waits);
+    owner.mem().store_u64(waiters, 0).expect("a word");
+    wait_until(waits);
+}
+
+#[test]
+fn a_program_gets_a_file_lock_though_one_that_waits_longer_meets_a_suspended_member() {
+    let rig = Rig::new();
+    let exclusive = rustix::fs::FlockOperation::LockExclusive;
+    let (first, held) = both(&rig, "first");
+    let own = both(&rig, "second").0;
+    let second = both(&rig, "second").0;
+    let [first_ino, second_ino] = [&first, &second].map(|file| file.metadata().expect("stat").ino());
+    rustix::fs::flock(&held, exclusive).expect("a lock");
+    rustix::fs::flock(&own, exclusive).expect("a lock");
+    let table = lock_of(&rig, first_ino) - core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+        + core::mem::offset_of!(tombolo_files::sys::tfs_inode, entries) as u64;
+    std::thread::scope(|scope| {
+        let longer = scope.spawn(|| rustix::fs::flock(&first, exclusive));
+        wait_for_waiter(&rig, first_ino);
+        let later = scope.spawn(|| rustix::fs::flock(&second, exclusive));
+        wait_for_waiter(&rig, second_ino);
+        suspend_with(&rig, &[table]);
+        rustix::fs::flock(&own, rustix::fs::FlockOperation::Unlock).expect("unlock");
+        wait_until(|| later.is_finished());
+        let done = later.is_finished();
+        rig.owner.as_ref().expect("an owner").mem().store_u64(table, 0).expect("a word");
+        resume(&rig);
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::Unlock).expect("unlock");
+        assert!(done, "it waits for the suspended member, too");
+        assert!(longer.join().expect("no panic").is_ok());
+        assert!(later.join().expect("no panic").is_ok());
+    });
+}
+
+/// Its lock is released once the suspended member goes on, and no earlier is it another process's.
+#[test]
+fn a_program_can_be_killed_though_a_suspended_member_delays_the_release_of_its_lock() {
+    let rig = Rig::new();
+    // Open in the first mount only: the end of a process also closes what the suspended one would have to answer for.
+    let a = fs::File::create(rig.at("a/f")).expect("create");
+    let lock = lock_of(&rig, a.metadata().expect("stat").ino());
+    let table = lock - core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+        + core::mem::offset_of!(tombolo_files::sys::tfs_inode, entries) as u64;
+    let (read, write) = rustix::pipe::pipe().expect("a pipe");
+    // SAFETY: the child calls nothing but file operations and pause, until it is killed.
+    let child = match unsafe { libc::fork() } {
+        0 => {
+            let taken = fcntl_lock(&a, libc::F_SETLK, libc::F_WRLCK, 0, 0) == 0;
+            let _told = rustix::io::write(&write, &[u8::from(taken)]);
+            loop {
+                // SAFETY: a plain call.
+                unsafe { libc::pause() };
+            }
+        }
+        child => child,
+    };
+    let mut taken = [0];
+    rustix::io::read(&read, &mut taken).expect("a byte");
+    assert_eq!(taken, [1]);
+    suspend_with(&rig, &[table]);
+    let gone = || {
+        // SAFETY: a child of this test, waited for here only.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), libc::WNOHANG) == child }
+    };
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
+    let mut ended = false;
+    wait_until(|| {
+        ended |= gone();
+        ended
+    });
+    let killed = ended;
+    rig.owner.as_ref().expect("an owner").mem().store_u64(table, 0).expect("a word");
+    resume(&rig);
+    wait_until(|| {
+        ended = ended || gone();
+        ended
+    });
+    let mut free = libc::EAGAIN;
+    wait_until(|| {
+        free = fcntl_lock(&a, libc::F_SETLK, libc::F_WRLCK, 0, 0);
+        free == 0
+    });
+    assert!(killed, "it waits for the suspended member");
+    assert_eq!(free, 0, "the killed program's lock stays");
 }
