@@ -7,6 +7,7 @@
 #include "tfs_internal.h"
 
 #define FALLOC_STEP (4ULL << 20) /* bytes filled under one hold of the inode's lock; whole chunks */
+#define FEW (2 * FALLOC_STEP >> TFS_BLOCK_SHIFT) /* for so many blocks the area's free blocks are not counted */
 #define LARGE_FBLOCK 16u /* a file that grows past 64 KiB gets a chunk */
 
 static int map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
@@ -564,41 +565,99 @@ static int punch_whole(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, tmb_
 	return err;
 }
 
-/* Fills one step of the range under the inode's lock. size_to: the file's new size; 0: unchanged. from: what lies behind the end before it was zeroed by an
- * earlier step. */
-static int fill_step(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 end, tmb_u64 size_to, tmb_u64 from, tmb_s64 now)
+/* A call that fills a range. */
+struct filling {
+	struct tfs_handle h;
+	tmb_u32 mode; /* TFS_FALLOC_* */
+	tmb_u64 end;
+	tmb_u64 zeroed; /* what lies behind the file's end is zero up to here */
+	bool only_own;	/* behind the file's end the range had no block before this call */
+	tmb_s64 now;
+};
+
+/*
+ * Before the first step of a range of several: returns whether there are as many blocks as it has holes. Otherwise the call would take all blocks that
+ * are left from everybody before it fails.
+ */
+static int expect_room(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 end, bool *only_own)
 {
+	tmb_u64 holes = 0, runs = 0, behind = tfs_blocks_of(tmb_load(&inode->size));
+	struct tfs_run run;
+
+	*only_own = true;
+	for (; fblock < end; fblock += run.count) {
+		int err = next_run(fs, inode, fblock, end - fblock, &run, &runs);
+
+		if (err)
+			return err;
+		if (!run.block)
+			holes += run.count;
+		else if (fblock + run.count > behind)
+			*only_own = false;
+	}
+	if (holes > tfs_blocks_left(fs, inode))
+		return -EDQUOT;
+	if (holes <= FEW)
+		return 0;
+	return holes > tfs_count_free(fs) && (!tfs_await_deferred(fs) || holes > tfs_count_free(fs)) ? -ENOSPC : 0;
+}
+
+/* Fills one step of the range, up to 'to', under the inode's lock. */
+static int fill_step(struct tfs *fs, struct filling *f, tmb_u64 offset, tmb_u64 to, bool first)
+{
+	bool grows = !(f->mode & TFS_FALLOC_KEEP_SIZE);
 	struct tfs_inode *inode;
 	struct tfs_write w;
-	tmb_u64 size;
-	int err = tfs_write_begin(fs, h, &w);
+	tmb_u64 size, from;
+	int err = tfs_write_begin(fs, f->h, &w);
 
 	if (err)
 		return err;
 	inode = w.inode;
 	size = tmb_load(&inode->size);
-	from = from > size ? from : size;
-	if (!(mode & TFS_FALLOC_KEEP_SIZE) && from < end)
-		err = zero_range(fs, inode, from, end);
-	if (!err && mode & TFS_FALLOC_ZERO)
-		err = zero_range(fs, inode, offset, end);
+	from = f->zeroed > size ? f->zeroed : size;
+	if (first && to < f->end)
+		err = expect_room(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(f->end), &f->only_own);
+	if (!err && grows && from < to)
+		err = zero_range(fs, inode, from, to);
+	if (!err && f->mode & TFS_FALLOC_ZERO)
+		err = zero_range(fs, inode, offset, to);
 	if (!err)
-		err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(end));
+		err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(to));
+	if (err)
+		tfs_write_trim_locked(fs, &w, 0);
 	tfs_barrier(fs);
-	if (!err && size_to > size) {
-		tmb_store_release(&inode->size, size_to);
+	if (!err && grows && to == f->end && to > size) {
+		tmb_store_release(&inode->size, to);
 		tfs_persist(fs, &inode->size, sizeof(inode->size));
 	}
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	if (!err)
-		tfs_changed(inode, now, true);
+		tfs_changed(inode, f->now, true);
 	tfs_unlock(fs, &inode->lock);
+	f->zeroed = to;
 	return err;
+}
+
+/* Frees what the steps of a failed call have added behind the file's end. */
+static void take_back(struct tfs *fs, struct filling *f, tmb_u64 from, tmb_u64 to)
+{
+	struct tfs_write w;
+
+	if (tfs_write_begin(fs, f->h, &w))
+		return;
+	start_tx(fs, &w);
+	w.added_from = from >> TFS_BLOCK_SHIFT;
+	w.added_to = tfs_blocks_of(to);
+	tfs_write_trim_locked(fs, &w, 0);
+	tfs_write_end_locked(fs, &w, 0, false, 0);
+	tfs_unlock(fs, &w.inode->lock);
 }
 
 int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
 {
-	tmb_u64 end = offset + len, size_to = mode & TFS_FALLOC_KEEP_SIZE ? 0 : end, from = 0;
+	tmb_u64 end = offset + len, begin = offset;
+	struct filling f = {.h = h, .mode = mode, .end = end, .now = now};
 	int err = 0;
 
 	if (!len || end < offset)
@@ -611,9 +670,12 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 	while (!err && offset < end) {
 		tmb_u64 to = TFS_MIN(end, (offset / FALLOC_STEP + 1) * FALLOC_STEP);
 
-		err = fill_step(fs, h, mode, offset, to, to == end ? size_to : 0, from, now);
-		from = offset = to;
+		err = fill_step(fs, &f, offset, to, offset == begin);
+		if (!err)
+			offset = to;
 		tfs_os_yield();
 	}
+	if (err && offset > begin && f.only_own)
+		take_back(fs, &f, begin, offset);
 	return err;
 }

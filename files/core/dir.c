@@ -18,23 +18,84 @@ static tmb_u64 mix(tmb_u64 h, tmb_u64 word)
 	return h ^ h >> 29;
 }
 
-tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
+/* Returns the last len < 8 bytes of a name. */
+static tmb_u64 last_word(const char *name, tmb_u32 len)
 {
-	tmb_u64 h = fs->hash_seed ^ len, word;
+	tmb_u64 word = 0;
+
+	for (tmb_u32 i = 0; i < len; i++)
+		word |= (tmb_u64)(tmb_u8)name[i] << 8 * i;
+	return word;
+}
+
+/* Of file systems from before TFS_INCOMPAT_KEYED_HASH. Names of one hash can be chosen whatever the seed is. */
+static TFS_SELDOM tmb_u32 unkeyed_hash(tmb_u64 seed, const char *name, tmb_u32 len)
+{
+	tmb_u64 h = seed ^ len, word;
 
 	for (; len >= 8; name += 8, len -= 8) {
 		memcpy(&word, name, 8);
 		h = mix(h, word);
 	}
-	if (len) {
-		word = 0;
-		for (tmb_u32 i = 0; i < len; i++)
-			word |= (tmb_u64)(tmb_u8)name[i] << 8 * i;
-		h = mix(h, word);
-	}
+	if (len)
+		h = mix(h, last_word(name, len));
 	h *= 0xbf58476d1ce4e5b9ULL;
 	h ^= h >> 32;
 	return (tmb_u32)h;
+}
+
+struct sip {
+	tmb_u64 a, b, c, d;
+};
+
+static inline tmb_u64 rotated(tmb_u64 x, tmb_u32 by)
+{
+	return x << by | x >> (64 - by);
+}
+
+static inline void sip_round(struct sip *v)
+{
+	v->a += v->b;
+	v->b = rotated(v->b, 13) ^ v->a;
+	v->a = rotated(v->a, 32);
+	v->c += v->d;
+	v->d = rotated(v->d, 16) ^ v->c;
+	v->a += v->d;
+	v->d = rotated(v->d, 21) ^ v->a;
+	v->c += v->b;
+	v->b = rotated(v->b, 17) ^ v->c;
+	v->c = rotated(v->c, 32);
+}
+
+static inline void sip_word(struct sip *v, tmb_u64 word)
+{
+	v->d ^= word;
+	sip_round(v);
+	v->a ^= word;
+}
+
+/*
+ * SipHash-1-3 (Aumasson and Bernstein, 2012), whose key follows from the seed: a user who does not know that can't choose names of one hash, by
+ * which all users of a directory would wait at each of its names.
+ */
+tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
+{
+	tmb_u64 key = fs->hash_seed, other = key ^ 0x9e3779b97f4a7c15ULL, word, bytes = (tmb_u64)len << 56;
+	struct sip v = {key ^ 0x736f6d6570736575ULL, other ^ 0x646f72616e646f6dULL, key ^ 0x6c7967656e657261ULL, other ^ 0x7465646279746573ULL};
+
+	if (__builtin_expect(!fs->keyed, 0))
+		return unkeyed_hash(fs->hash_seed, name, len);
+	for (; len >= 8; name += 8, len -= 8) {
+		memcpy(&word, name, 8);
+		sip_word(&v, word);
+	}
+	sip_word(&v, bytes | last_word(name, len));
+	v.c ^= 0xff;
+	sip_round(&v);
+	sip_round(&v);
+	sip_round(&v);
+	word = v.a ^ v.b ^ v.c ^ v.d;
+	return (tmb_u32)(word ^ word >> 32);
 }
 
 tmb_u32 tfs_granules_of(tmb_u32 name_len)

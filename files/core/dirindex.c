@@ -91,7 +91,7 @@ int tfs_index_find(struct tfs *fs, struct tfs_inode *dir, tmb_u64 index_root, co
 }
 
 /* Stores an entry in a table that has room. *used grows before an empty place is taken, so it may be too large and is never too small. *probes: how many
- * more places may be probed. */
+ * more places may be probed. -ENOSPC: they do not suffice, since a member has chosen names of one hash. */
 static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 granule, tmb_u64 *used, tmb_u64 *probes)
 {
 	struct probe p;
@@ -115,7 +115,7 @@ static int index_put(struct tfs *fs, tmb_u64 index_root, tmb_u32 hash, tmb_u64 g
 		tfs_persist(fs, e, sizeof(*e));
 		return 0;
 	}
-	return tfs_damage(fs, "directory index without room", index_root, hash);
+	return *probes ? tfs_damage(fs, "directory index without room", index_root, hash) : -ENOSPC;
 }
 
 /* Builds a table of a size that fits and replaces the old one by it. */
@@ -204,7 +204,8 @@ int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, struct tfs_slot *slot)
 	if (!root || (tmb_load(&dir->index_used) + 1) * 4 > (1ULL << index_log(root)) * 3) {
 		bool full = root && (tmb_load(&dir->index_used) + 1) * 16 > (1ULL << index_log(root)) * 15;
 
-		/* Without room for a larger table the old one gets fuller than it should, then loses its tombstones, then is dropped and lookups scan. */
+		/* Without room for a larger table, or with too many names of one hash, the old one gets fuller than it should, then loses its
+		 * tombstones, then is dropped and lookups scan. */
 		slot->rebuilt = true;
 		err = index_build(fs, dir);
 		if (full && (err == -ENOSPC || err == -EDQUOT)) {
@@ -217,7 +218,13 @@ int tfs_index_add(struct tfs *fs, struct tfs_inode *dir, struct tfs_slot *slot)
 		if (!root)
 			return 0;
 	}
-	return index_put(fs, root, slot->hash, slot->granule, &dir->index_used, &probes);
+	err = index_put(fs, root, slot->hash, slot->granule, &dir->index_used, &probes);
+	if (err == -ENOSPC) {
+		slot->rebuilt = true;
+		index_drop(fs, dir);
+		return 0;
+	}
+	return err;
 }
 
 static void bury(struct tfs *fs, tmb_u64 *place)

@@ -334,7 +334,7 @@ tmb_u64 tfs_image_blocks(tmb_u64 len)
 }
 _Static_assert(2 * TFS_XATTR_MAX <= TFS_FANOUT * TFS_BLOCK, "an image of one node");
 
-int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, tmb_u64 *taken)
+int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, bool spare, tmb_u64 *taken)
 {
 	tmb_u64 blocks = tfs_blocks_of(len), done = 0;
 
@@ -345,6 +345,10 @@ int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 le
 		int err = tfs_alloc(fs, 0, blocks - done, &run);
 		tmb_u64 at = done << TFS_BLOCK_SHIFT, n;
 
+		if (err && spare) {
+			run.count = 1;
+			err = tfs_alloc_spare(fs, &run.block);
+		}
 		if (!err) {
 			n = TFS_MIN(len - at, run.count << TFS_BLOCK_SHIFT);
 			memcpy(tfs_block(fs, run.block), (const tmb_u8 *)data + at, n);
@@ -355,6 +359,8 @@ int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 le
 			tfs_tree_mark(fs, *rootp, mark, TFS_MAP_FREE);
 			*rootp = 0;
 			*taken = 0;
+			if (spare)
+				tfs_refill_reserve(fs);
 			return err;
 		}
 		done += run.count;

@@ -35,7 +35,7 @@ static int first_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 *rootp, 
 
 	if (tfs_image_blocks(len) > tfs_blocks_left(fs, inode))
 		return -EDQUOT;
-	err = tfs_write_image(fs, rootp, data, len, TFS_MAP_USED, &taken);
+	err = tfs_write_image(fs, rootp, data, len, TFS_MAP_USED, false, &taken);
 	tfs_count_blocks(fs, inode, (tmb_s64)taken);
 	return err;
 }

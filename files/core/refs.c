@@ -63,16 +63,20 @@ static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 	return 0;
 }
 
-int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
+int tfs_open_bit(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	if (err || fs->read_only)
-		return err;
-	err = set_own_bit(fs, h, inode, &inode->openers, true);
+	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->openers, true);
+}
+
+int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
+{
+	int err = tfs_open_bit(fs, h);
+
 	if (err)
-		free_unused(fs, h.ino, inode);
+		tfs_free_unused(fs, h);
 	return err;
 }
 
@@ -98,16 +102,27 @@ void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
 		tfs_unlock(fs, &inode->lock);
 }
 
-int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
+void tfs_close_bit(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	if (inode && !fs->read_only)
+		clear_own_bit(fs, h, inode, &inode->openers);
+}
+
+int tfs_free_unused(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	if (!inode)
 		return -EUCLEAN;
-	if (fs->read_only)
-		return 0;
-	clear_own_bit(fs, h, inode, &inode->openers);
-	return free_unused(fs, h.ino, inode);
+	return fs->read_only ? 0 : free_unused(fs, h.ino, inode);
+}
+
+int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
+{
+	tfs_close_bit(fs, h);
+	return tfs_free_unused(fs, h);
 }
 
 int tfs_map_ref(struct tfs *fs, struct tfs_handle h)

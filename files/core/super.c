@@ -92,7 +92,7 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->hash_seed = hash_seed;
 	sb->created_ns = (tmb_u64)tfs_os_now();
 	sb->area_offset = area_offset;
-	sb->incompat = TFS_INCOMPAT_ALL;
+	sb->incompat = TFS_INCOMPAT_KNOWN;
 	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
@@ -167,12 +167,13 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 {
 	struct tfs_super *sb = area;
 	struct layout l;
-	tmb_u64 blocks;
+	tmb_u64 blocks, incompat;
 	int err;
 
 	if (length < sizeof(*sb) || tmb_load_acquire(&sb->magic) != TFS_MAGIC || member >= TFS_MEMBERS)
 		return -EINVAL;
-	if (tmb_load(&sb->version) != TFS_VERSION || tmb_load(&sb->incompat) & ~TFS_INCOMPAT_ALL ||
+	incompat = tmb_load(&sb->incompat);
+	if (tmb_load(&sb->version) != TFS_VERSION || incompat & ~TFS_INCOMPAT_KNOWN ||
 	    (tmb_load(&sb->ro_compat) & ~TFS_RO_COMPAT_PERSISTENT && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
 		return -EPROTONOSUPPORT;
 	blocks = tmb_load(&sb->blocks);
@@ -190,6 +191,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->unclean = fs->asked = false;
 	fs->taking = 0;
 	fs->hash_seed = tmb_load(&sb->hash_seed);
+	fs->keyed = incompat & TFS_INCOMPAT_KEYED_HASH;
 	fs->persistent = tmb_load(&sb->ro_compat) & TFS_RO_COMPAT_PERSISTENT && !fs->read_only;
 	fs->members = members;
 	fs->member = member;

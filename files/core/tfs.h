@@ -46,6 +46,7 @@ struct tfs {
 	struct tfs_handle root; /* the member's root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */
+	bool keyed;	 /* TFS_INCOMPAT_KEYED_HASH */
 	bool unclean;	 /* this member left work to its recovery */
 	bool asked;	 /* another thread has cleared TMB_PENDING_REVOKE since tfs_revoke */
 	tmb_u32 taking;	 /* so many threads may be clearing it now */
@@ -148,6 +149,11 @@ int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now);
  * unlinked inode that no other member has open. -ESTALE: already freed. */
 int tfs_open_ref(struct tfs *fs, struct tfs_handle h);
 int tfs_close_ref(struct tfs *fs, struct tfs_handle h);
+/* Both in halves, for a skin that calls the first half with a lock of its own held: that waits for nobody. After tfs_close_bit, and after an error of
+ * tfs_open_bit, it calls tfs_free_unused, which may wait for another member's lock. */
+int tfs_open_bit(struct tfs *fs, struct tfs_handle h);
+void tfs_close_bit(struct tfs *fs, struct tfs_handle h);
+int tfs_free_unused(struct tfs *fs, struct tfs_handle h);
 /* The same for mappings of an inode's blocks. The skin sets it before the first block is mapped and clears it when none is mapped or pinned.
  * -EAGAIN: frozen, sleep and try again. */
 int tfs_map_ref(struct tfs *fs, struct tfs_handle h);

@@ -63,6 +63,9 @@
 #define TFS_INCOMPAT_FILE_LOCKS 2ULL /* a file's table of file locks has a lock of its own */
 #define TFS_INCOMPAT_FREE_DEFERRAL 4ULL /* blocks are deferred without deferred_lock (reuse.c) */
 #define TFS_INCOMPAT_ALL 7ULL	     /* a program of this version needs all of them, and adds those that are missing */
+#define TFS_INCOMPAT_KEYED_HASH 8ULL /* names have a keyed hash (dir.c); file systems without it were made by older programs, and stay so */
+#define TFS_INCOMPAT_KNOWN 15ULL
+_Static_assert(TFS_INCOMPAT_KNOWN == (TFS_INCOMPAT_ALL | TFS_INCOMPAT_KEYED_HASH), "known features");
 
 /*
  * The word of a struct tmb_lock in this area: as tombolo_zone.h defines lock words, with these bits in the tag. A word without an owner is free, and
@@ -90,7 +93,7 @@ struct tfs_super {
 	tmb_u64 member_blocks; /* per member */
 	tmb_u64 map_start;    /* block */
 	tmb_u64 data_start;   /* first allocatable block, multiple of 512 where the area is large enough */
-	tmb_u64 hash_seed;
+	tmb_u64 hash_seed; /* no program without privileges learns it */
 	tmb_u64 created_ns;
 	tmb_u64 area_offset;  /* of this area in its zone */
 	tmb_u64 pad0;

@@ -406,8 +406,9 @@ static inline void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data) 
 	tmb_store(&inode->ctime, now);
 	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
 }
-/* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. *taken: its blocks, at most tfs_image_blocks. */
-int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, tmb_u64 *taken);
+/* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. *taken: its blocks, at most tfs_image_blocks. spare: it replaces
+ * one that takes as many blocks, so a reserved block may be used. */
+int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, bool spare, tmb_u64 *taken);
 tmb_u64 tfs_image_blocks(tmb_u64 len);
 
 /* dir.c: entries of one directory. The caller holds the directory's lock for all but tfs_dir_find (with a seq check). */

@@ -262,7 +262,7 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 		if (need > had && need - had > tfs_blocks_left(fs, inode))
 			err = -EDQUOT;
 		else
-			err = tfs_write_image(fs, &root, image, bytes, tfs_tag(fs), &taken);
+			err = tfs_write_image(fs, &root, image, bytes, tfs_tag(fs), need <= had, &taken);
 	}
 	tfs_os_free(image);
 	if (err)
@@ -281,6 +281,7 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 
 		tfs_tree_mark(fs, old, tfs_tag(fs), mark);
 		tfs_free_end(fs, mark, readers);
+		tfs_refill_reserve(fs);
 	}
 unlock:
 	tfs_tx_end(fs, slot);

@@ -8,6 +8,7 @@ use std::any::Any;
 use std::cell::UnsafeCell;
 use std::fs::File;
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -184,7 +185,11 @@ impl Area {
     /// in an epoch later than any before, and all other members are dead.
     pub fn lone(&self) -> Area {
         let since_2020 = crate::fs::now() / 1_000_000_000 - 1_577_836_800;
-        let epoch = u32::try_from(since_2020).unwrap_or(u32::MAX).max(2);
+        // The last process that was alone may have opened it in this second, or before the clock was set back.
+        let features = u64::from(sys::TFS_BLOCK) + offset_of!(sys::tfs_member_area, features) as u64;
+        let last = (self.word(features).unwrap_or(0) >> 32) as u32;
+        let next = if last < sys::TMB_EPOCH_END { last + 1 } else { 0 };
+        let epoch = u32::try_from(since_2020).unwrap_or(0).max(next).max(2);
         let table: Vec<sys::tmb_member> = (0..sys::TMB_MAX_MEMBERS)
             .map(|id| {
                 let state = if id == 0 { sys::TMB_MEMBER_ACTIVE } else { sys::TMB_MEMBER_DEAD };

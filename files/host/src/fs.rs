@@ -20,6 +20,8 @@ use rustix::io::Errno;
 use crate::area::Area;
 use crate::caller;
 use crate::change::Teller;
+use crate::log;
+use crate::shown::shown;
 use crate::sys;
 
 /// A result of the core, with its errno.
@@ -102,7 +104,7 @@ pub type WaitLog = Box<dyn Fn(u32, &str, bool, u64) + Send + Sync>;
 
 fn tell_wait(member: u32, name: &str, answers: bool, seconds: u64) {
     let how = if answers { "it is at work" } else { "it does not answer: suspended, or its machine hangs" };
-    eprintln!("tombolo: waiting for member {member} ({name}) for {seconds} s; {how}");
+    log::say(&format!("waiting for member {member} ({}) for {seconds} s; {how}", shown(name)));
 }
 
 extern "C" fn on_waiting(ctx: *mut c_void, member: u32, answers: bool, seconds: u64) {
@@ -275,7 +277,7 @@ impl Filesystem {
     pub fn open(area: Area) -> Result<Filesystem> {
         Filesystem::open_with(
             area,
-            Box::new(|what, a, b| eprintln!("tombolo: damaged file system: {what} ({a:#x}, {b:#x})")),
+            Box::new(|what, a, b| log::say(&format!("damaged file system: {what} ({a:#x}, {b:#x})"))),
         )
     }
 
@@ -477,6 +479,24 @@ impl Filesystem {
     pub fn open_ref(&self, ino: impl Into<Handle>) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_open_ref(self.writable()?, raw(ino)) })
+    }
+
+    /// [`Filesystem::open_ref`] for callers that hold a lock: waits for nobody. After an error the caller calls [`Filesystem::free_unused`].
+    pub(crate) fn open_bit(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_open_bit(self.writable()?, raw(ino)) })
+    }
+
+    /// [`Filesystem::close_ref`] for callers that hold a lock: waits for nobody. Afterwards the caller calls [`Filesystem::free_unused`].
+    pub(crate) fn close_bit(&self, ino: impl Into<Handle>) {
+        // SAFETY: an open handle.
+        unsafe { sys::tfs_close_bit(self.raw(), raw(ino)) }
+    }
+
+    /// Frees the inode if it has neither name nor opener; may wait for another member's lock.
+    pub(crate) fn free_unused(&self, ino: impl Into<Handle>) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_free_unused(self.writable()?, raw(ino)) })
     }
 
     /// Drops the reference of [`Filesystem::open_ref`].

@@ -10,6 +10,7 @@
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
 //! - `caller`: the process that a thread of a mount works for.
+//! - `log`: what a process says once nobody reads its standard error.
 //! - [`change`]: its change events.
 //! - [`account`]: files that are counted and limited together.
 //! - [`fuse`]: the FUSE mount.
@@ -28,6 +29,7 @@ pub mod cli;
 pub mod fs;
 pub mod fsck;
 pub mod fuse;
+mod log;
 pub mod mirror;
 pub mod shown;
 pub mod snapshot;

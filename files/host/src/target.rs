@@ -125,6 +125,11 @@ impl Joined {
         matches!(self.ringing, Ringing::Bell(_)).then_some(&*self.rung)
     }
 
+    /// Returns whether a process serves this member's doorbell. Else it must poll its pending bits, also if it had one before.
+    pub fn is_served(&self) -> bool {
+        matches!(&self.ringing, Ringing::Bell(bell) if bell.is_served())
+    }
+
     /// Takes the own pending bits, and clears the rings.
     pub fn take_pending(&self) -> tombolo_zone::Result<u64> {
         let _rings = rustix::io::read(&self.rung, &mut [0; 8]);
@@ -137,7 +142,7 @@ impl Joined {
     /// Called now and then by a member that can't be rung, since no process serves the zone: declares members dead whose processes have ended, unless
     /// another process does that.
     pub fn reap(&self) -> tombolo_zone::Result<()> {
-        if self.inside || self.rung().is_some() {
+        if self.inside || self.is_served() {
             return Ok(());
         }
         self.zone.reap_without_owner().map(drop)

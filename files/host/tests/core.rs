@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Single claims about the core, through its safe interface.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -105,6 +106,126 @@ fn a_hundred_thousand_names_are_found_and_listed_with_stable_cookies() {
 }
 
 /// A zone with the member table at the start and the file system behind it, and a function that opens it for a member.
+/// Names with changes in pairs of words that cancelled each other out in the hash of older file systems, whatever its seed was.
+fn of_one_hash(i: usize) -> Vec<u8> {
+    let mut name = vec![b'a'; 208];
+    for pair in (0..13).filter(|pair| i >> pair & 1 != 0) {
+        for (byte, change) in [(7, 0x80), (15, 0x80), (12, 4)] {
+            name[16 * pair + byte] ^= change;
+        }
+    }
+    name
+}
+
+/// In a directory of all users, the names of one must not keep the others from making theirs.
+#[test]
+fn names_that_a_user_has_chosen_to_have_one_hash_are_no_damage_and_keep_no_other_name_out() {
+    const NAMES: usize = 7800;
+    for features in [sys::TFS_INCOMPAT_KNOWN, sys::TFS_INCOMPAT_ALL] {
+        let area = area(32);
+        assert!(area.store_word(offset_of!(sys::tfs_super, incompat) as u64, u64::from(features)));
+        let fs = Filesystem::open_with(area.clone(), Box::new(|what, _, _| panic!("damage: {what}")))
+            .expect("open");
+        let made = file(&fs, "file");
+        for i in 0..NAMES {
+            fs.link(ROOT, &of_one_hash(i), made).unwrap_or_else(|e| panic!("name {i}: {e}"));
+        }
+        for i in 0..100 {
+            file(&fs, &format!("other {i}"));
+        }
+        assert_eq!(fs.list(ROOT).expect("names").len(), NAMES + 101);
+        for i in (0..NAMES).step_by(70) {
+            assert_eq!(fs.lookup(ROOT, &of_one_hash(i)).map(|found| found.0), Ok(made), "name {i}");
+            fs.unlink(ROOT, &of_one_hash(i), None).expect("unlink");
+            assert_eq!(fs.lookup(ROOT, &of_one_hash(i)), Err(Errno::NOENT), "name {i}");
+        }
+        drop(fs);
+        assert_clean(&area);
+    }
+}
+
+#[test]
+fn room_for_a_file_that_is_not_there_is_taken_from_nobody() {
+    let area = area(32);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let kept = file(&fs, "kept");
+    fs.fallocate(kept, sys::TFS_FALLOC_KEEP_SIZE, 0, 1 << 20).expect("room");
+    fs.pwrite(kept, &[7; 5000], 0, false).expect("write");
+    let (before, blocks) = (fs.statfs().blocks_free, fs.getattr(kept).expect("attributes").blocks);
+    for mode in [0, sys::TFS_FALLOC_KEEP_SIZE, sys::TFS_FALLOC_ZERO] {
+        for len in [before * BLOCK + (2 << 20), 1 << 40] {
+            assert_eq!(fs.fallocate(kept, mode, 0, len), Err(Errno::NOSPC), "mode {mode}, {len} bytes");
+            let attr = fs.getattr(kept).expect("attributes");
+            assert_eq!((attr.size, attr.blocks), (5000, blocks), "mode {mode}, {len} bytes");
+            assert_eq!(fs.statfs().blocks_free, before, "mode {mode}, {len} bytes");
+        }
+    }
+    let mut bytes = [0; 5000];
+    assert_eq!((fs.pread(kept, &mut bytes, 0), bytes), (Ok(5000), [7; 5000]));
+    drop(fs);
+    assert_clean(&area);
+}
+
+/// Of so few blocks it is not known before that they do not suffice.
+#[test]
+fn room_that_ends_in_the_middle_is_given_back() {
+    const LEN: u64 = 2000 * BLOCK;
+    let area = area(8);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let before = fs.statfs().blocks_free;
+    assert!((1100..1900).contains(&before), "{before}");
+    for (mode, size) in [(0, 0), (sys::TFS_FALLOC_KEEP_SIZE, 0), (0, 5000)] {
+        let name = format!("{mode} {size}");
+        let made = file(&fs, &name);
+        fs.pwrite(made, &vec![7; size], 0, false).expect("write");
+        let before = fs.statfs().blocks_free;
+        assert_eq!(fs.fallocate(made, mode, 0, LEN), Err(Errno::NOSPC), "{name}");
+        let after = fs.statfs().blocks_free;
+        // A tree that has grown keeps the node above its first one.
+        assert!(
+            fs.size(made) == size as u64 && after + u64::from(size > 0) >= before,
+            "{name}: {after} of {before}"
+        );
+    }
+    drop(fs);
+    assert_clean(&area);
+}
+
+#[test]
+fn room_beyond_a_members_limit_is_not_taken() {
+    let (_host, guest, area) = with_grant(3000, 0);
+    let made = file(&guest, "f");
+    let before = guest.statfs().blocks_free;
+    assert_eq!(guest.fallocate(made, 0, 0, 4000 * BLOCK), Err(Errno::DQUOT));
+    assert_eq!((guest.size(made), guest.statfs().blocks_free), (0, before));
+    guest.fallocate(made, 0, 0, 2500 * BLOCK).expect("room within it");
+    drop(guest);
+    drop(_host);
+    assert_clean(&area);
+}
+
+#[test]
+fn attributes_are_replaced_and_removed_where_all_is_full() {
+    let area = area(8);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let kept = file(&fs, "kept");
+    for name in [b"user.a".as_slice(), b"user.b"] {
+        fs.xattr_set(kept, name, Some(&[1; 100]), 0, None).expect("an attribute");
+    }
+    let big = file(&fs, "big");
+    while fs.pwrite(big, &[1; BLOCK as usize], fs.size(big), false).is_ok() {}
+    for i in 0..10u8 {
+        fs.xattr_set(kept, b"user.a", Some(&[i; 100]), 0, Some(0o640)).expect("no larger than before");
+    }
+    assert_eq!(fs.xattr_get(kept, b"user.a"), Ok(vec![9; 100]));
+    fs.xattr_set(kept, b"user.a", None, 0, None).expect("removed, though another one stays");
+    assert_eq!(fs.xattr_set(kept, b"user.c", Some(&[1; 6000]), 0, None), Err(Errno::NOSPC));
+    // What was reserved for removals is there again.
+    fs.truncate(big, 5000, false).expect("a shorter file");
+    drop(fs);
+    assert_clean(&area);
+}
+
 fn zone() -> (Area, impl Fn(u32) -> Filesystem) {
     let map = Arc::new(Map::memfd("zone", 34 << 20).expect("memory"));
     let whole = Area::in_map(&map, 2 << 20, 32 << 20, None).expect("an area");
@@ -256,6 +377,26 @@ fn a_file_is_cut_within_a_large_run_also_where_all_is_full() {
     }
     drop(fs);
     assert_clean(&area);
+}
+
+/// Its predecessor's locks would count as its own if both had the same epoch.
+#[test]
+fn a_process_that_is_alone_follows_one_that_died_in_the_same_second() {
+    let area = area(8);
+    for _ in 0..2 {
+        let alone = area.lone();
+        let epoch = alone.incarnation().expect("a member").epoch;
+        let fs = Filesystem::open(alone).expect("open");
+        let made = fs.lookup(ROOT, b"f").map_or_else(|_| file(&fs, "f"), |found| found.0);
+        let word = u64::from(epoch) << 32 | u64::from(sys::TFS_LOCK_HELD) | 1;
+        let (sent, done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || sent.send((fs.pwrite(made, b"x", 0, false), fs)));
+        let (written, fs) =
+            done.recv_timeout(std::time::Duration::from_secs(60)).expect("its lock is taken over");
+        assert_eq!(written, Ok(1));
+        assert!(area.store_word(inode_field(&area, made.ino, offset_of!(sys::tfs_inode, lock)), word));
+        fs.abandon();
+    }
 }
 
 #[test]

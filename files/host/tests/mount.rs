@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tempfile::TempDir;
@@ -33,21 +33,56 @@ struct Rig {
     zone: PathBuf,
     pids: Vec<i32>,
     owner: Option<Zone>,
+    server: Option<Killed>,
+}
+
+/// A process that is killed at the end.
+struct Killed(Child);
+
+impl Killed {
+    fn end(mut self) {
+        self.0.kill().expect("a child");
+        self.0.wait().expect("a child");
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have been killed before.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a process that owns the zone and serves its doorbells.
+fn serve(zone: &Path) -> Killed {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+    let mut child = command.arg("serve").arg(zone).stdout(Stdio::piped()).spawn().expect("the server starts");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "serving\n");
+    Killed(child)
 }
 
 impl Rig {
     fn new() -> Rig {
-        Rig::mounted_by(true)
+        Rig::mounted_by(true, false)
     }
 
-    /// owned: by this process, which serves no doorbells; else the first mount takes the zone over.
-    fn mounted_by(owned: bool) -> Rig {
+    /// Another process owns the zone and serves its doorbells.
+    fn served() -> Rig {
+        Rig::mounted_by(false, true)
+    }
+
+    /// owned: by this process, which serves no doorbells; unless another one serves it, the first mount takes the zone over.
+    fn mounted_by(owned: bool, served: bool) -> Rig {
         let dir = TempDir::new().expect("a directory");
         let zone = dir.path().join("zone");
         let config = ZoneConfig::new("rig", 64 << 20).backing(Backing::File(zone.clone()));
         let owner = Some(Zone::create(&config).expect("a zone")).filter(|_| owned);
         must(&["mkfs", zone.to_str().expect("a path")]);
-        let mut rig = Rig { dir, zone, pids: Vec::new(), owner };
+        let server = served.then(|| serve(&zone));
+        let mut rig = Rig { dir, zone, pids: Vec::new(), owner, server };
         for name in ["a", "b"] {
             fs::create_dir(rig.at(name)).expect("a directory");
             let member = format!("member-{name}");
@@ -144,17 +179,23 @@ fn who_has_a_file_open_that_another_mount_gives_away_can_change_it_no_more_than_
     let file = fs::OpenOptions::new().write(true).open(&path).expect("open");
     assert_eq!(file.metadata().expect("stat").uid(), 1000);
     std::os::unix::fs::chown(rig.at("b/f"), Some(0), Some(0)).expect("chown");
-    let code = in_child(|| {
-        // SAFETY: plain calls of a child with one thread.
-        unsafe {
-            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setgid(1000) != 0 || libc::setuid(1000) != 0
-            {
-                return 2;
+    // Also in a user namespace of its own, where it has all capabilities.
+    for apart in [false, true] {
+        let code = in_child(|| {
+            // SAFETY: plain calls of a child with one thread.
+            unsafe {
+                if libc::setgroups(0, std::ptr::null()) != 0
+                    || libc::setgid(1000) != 0
+                    || libc::setuid(1000) != 0
+                    || (apart && libc::unshare(libc::CLONE_NEWUSER) != 0)
+                {
+                    return 2;
+                }
+                i32::from(libc::fchmod(file.as_raw_fd(), 0o4777) == 0)
             }
-            i32::from(libc::fchmod(file.as_raw_fd(), 0o4777) == 0)
-        }
-    });
-    assert_eq!(code, 0);
+        });
+        assert_eq!(code, 0, "in a namespace of its own: {apart}");
+    }
     let now = fs::metadata(rig.at("b/f")).expect("stat");
     assert_eq!((now.mode() & 0o7777, now.uid()), (0o644, 0));
 }
@@ -432,7 +473,7 @@ fn the_death_of_a_mount_gives_its_locks_up() {
 #[test]
 fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
     for dies in [1, 0] {
-        let mut rig = Rig::mounted_by(false);
+        let mut rig = Rig::mounted_by(false, false);
         let (first, second) = both(&rig, "f");
         let (held, wanted) = if dies == 1 { (second, first) } else { (first, second) };
         rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
@@ -443,6 +484,20 @@ fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
         drop((held, wanted));
         unmount(&rig.at(["a", "b"][dies]));
     }
+}
+
+#[test]
+fn mounts_outlive_each_other_also_after_the_death_of_who_served_their_doorbells() {
+    let mut rig = Rig::served();
+    let (held, wanted) = both(&rig, "f");
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    rig.server.take().expect("a server").end();
+    let pid = rig.pids.remove(0);
+    // SAFETY: a process started by this test.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    rustix::fs::flock(&wanted, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+    drop((held, wanted));
+    unmount(&rig.at("a"));
 }
 
 #[test]
@@ -645,7 +700,8 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
         libc::FALLOC_FL_ZERO_RANGE,
         libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE,
     ];
-    for (uid, left) in [(1000, 0o777), (0, 0o6777)] {
+    // Also in a user namespace of its own, where it has all capabilities.
+    for (uid, apart, left) in [(1000, false, 0o777), (1000, true, 0o777), (0, false, 0o6777)] {
         for mode in modes {
             let path = alone.at.join("f");
             fs::write(&path, [1; 10_000]).expect("write");
@@ -655,7 +711,8 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
             let code = in_child(|| {
                 // SAFETY: plain calls of a child with one thread.
                 let ret = unsafe {
-                    if libc::setgid(uid) != 0 || libc::setuid(uid) != 0 {
+                    let given_up = libc::setgid(uid) == 0 && libc::setuid(uid) == 0;
+                    if !given_up || (apart && libc::unshare(libc::CLONE_NEWUSER) != 0) {
                         return 2;
                     }
                     libc::fallocate(file.as_raw_fd(), mode, 4096, 8192)
@@ -664,7 +721,7 @@ fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
             });
             assert_eq!(code, 0, "mode {mode:#x}");
             let now = fs::metadata(&path).expect("stat").mode() & 0o7777;
-            assert_eq!(now, left, "user {uid}, mode {mode:#x}: {now:o}");
+            assert_eq!(now, left, "user {uid}, in a namespace of its own: {apart}, mode {mode:#x}: {now:o}");
             fs::remove_file(&path).expect("unlink");
         }
     }
@@ -1004,8 +1061,143 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
         for lock in &locks {
             mem.store_u64(*lock, 0).expect("a word");
         }
+        resume(&rig);
         assert!(done, "a program that needs none of these files waits with the others");
         assert_eq!(other.join().expect("no panic"), WAITERS + 1);
     });
+}
+
+/// The closed file's number and that of the mount's root are in the same part of the mount's table of files.
+#[test]
+fn the_close_of_a_removed_file_that_waits_for_a_suspended_member_delays_no_other_program() {
+    const PARTS: u64 = 64;
+    let rig = Rig::new();
+    let mem = rig.owner.as_ref().expect("an owner").mem();
+    let mut made = (0..2 * PARTS).map(|i| {
+        let file = fs::File::create(rig.at(&format!("a/f{i}"))).expect("create");
+        (i, file.metadata().expect("stat").ino(), file)
+    });
+    let (name, ino, file) = made.find(|(_, ino, _)| ino % PARTS == ROOT % PARTS).expect("one of them");
+    fs::remove_file(rig.at(&format!("b/f{name}"))).expect("unlink");
+    let lock = lock_of(&rig, ino);
+    suspend_with(&rig, &[lock]);
+    drop(file);
+    wait_until(|| mem.load_u64(lock + 8).expect("a word") != 0);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| fs::read_dir(rig.at("a")).expect("list").count());
+        wait_until(|| other.is_finished());
+        let done = other.is_finished();
+        mem.store_u64(lock, 0).expect("a word");
+        resume(&rig);
+        assert!(done, "a program that needs none of the suspended member's locks waits");
+    });
+}
+
+/// The command that started it, and read what it said, has ended.
+#[test]
+fn a_mount_in_the_background_goes_on_after_it_has_told_of_damage() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "x").expect("write");
+    let lock = lock_of(&rig, fs::metadata(rig.at("a/f")).expect("stat").ino());
+    let no_owner = u64::from(tombolo_files::sys::TFS_LOCK_HELD) | 200;
+    rig.owner.as_ref().expect("an owner").mem().store_u64(lock, no_owner).expect("a word");
+    fs::set_permissions(rig.at("a/f"), fs::Permissions::from_mode(0o600)).expect("chmod");
+    assert_eq!(fs::read_to_string(rig.at("a/f")).expect("read"), "x");
+}
+
+/// Waits until a request for a lock of this inode is in a mount's queue, from where it is tried again and again.
+fn wait_for_waiter(rig: &Rig, ino: u64) {
+    let owner = rig.owner.as_ref().expect("an owner");
+    let area = owner.area(tombolo_zone::AreaType::Files, None).expect("a file system").offset;
+    let root = lock_of(rig, ino) - core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+        + core::mem::offset_of!(tombolo_files::sys::tfs_inode, locks) as u64;
+    let root = owner.mem().load_u64(root).expect("a word") & tombolo_files::sys::TFS_BLOCKNR_MASK;
+    let waiters = area + root * 4096;
+    let waits = || owner.mem().load_u64(waiters).expect("a word") != 0;
+    wait_until(waits);
+    owner.mem().store_u64(waiters, 0).expect("a word");
+    wait_until(waits);
+}
+
+#[test]
+fn a_program_gets_a_file_lock_though_one_that_waits_longer_meets_a_suspended_member() {
+    let rig = Rig::new();
+    let exclusive = rustix::fs::FlockOperation::LockExclusive;
+    let (first, held) = both(&rig, "first");
+    let own = both(&rig, "second").0;
+    let second = both(&rig, "second").0;
+    let [first_ino, second_ino] = [&first, &second].map(|file| file.metadata().expect("stat").ino());
+    rustix::fs::flock(&held, exclusive).expect("a lock");
+    rustix::fs::flock(&own, exclusive).expect("a lock");
+    let table = lock_of(&rig, first_ino) - core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+        + core::mem::offset_of!(tombolo_files::sys::tfs_inode, entries) as u64;
+    std::thread::scope(|scope| {
+        let longer = scope.spawn(|| rustix::fs::flock(&first, exclusive));
+        wait_for_waiter(&rig, first_ino);
+        let later = scope.spawn(|| rustix::fs::flock(&second, exclusive));
+        wait_for_waiter(&rig, second_ino);
+        suspend_with(&rig, &[table]);
+        rustix::fs::flock(&own, rustix::fs::FlockOperation::Unlock).expect("unlock");
+        wait_until(|| later.is_finished());
+        let done = later.is_finished();
+        rig.owner.as_ref().expect("an owner").mem().store_u64(table, 0).expect("a word");
+        resume(&rig);
+        rustix::fs::flock(&held, rustix::fs::FlockOperation::Unlock).expect("unlock");
+        assert!(done, "it waits for the suspended member, too");
+        assert!(longer.join().expect("no panic").is_ok());
+        assert!(later.join().expect("no panic").is_ok());
+    });
+}
+
+/// Its lock is released once the suspended member goes on, and no earlier is it another process's.
+#[test]
+fn a_program_can_be_killed_though_a_suspended_member_delays_the_release_of_its_lock() {
+    let rig = Rig::new();
+    // Open in the first mount only: the end of a process also closes what the suspended one would have to answer for.
+    let a = fs::File::create(rig.at("a/f")).expect("create");
+    let lock = lock_of(&rig, a.metadata().expect("stat").ino());
+    let table = lock - core::mem::offset_of!(tombolo_files::sys::tfs_inode, lock) as u64
+        + core::mem::offset_of!(tombolo_files::sys::tfs_inode, entries) as u64;
+    let (read, write) = rustix::pipe::pipe().expect("a pipe");
+    // SAFETY: the child calls nothing but file operations and pause, until it is killed.
+    let child = match unsafe { libc::fork() } {
+        0 => {
+            let taken = fcntl_lock(&a, libc::F_SETLK, libc::F_WRLCK, 0, 0) == 0;
+            let _told = rustix::io::write(&write, &[u8::from(taken)]);
+            loop {
+                // SAFETY: a plain call.
+                unsafe { libc::pause() };
+            }
+        }
+        child => child,
+    };
+    let mut taken = [0];
+    rustix::io::read(&read, &mut taken).expect("a byte");
+    assert_eq!(taken, [1]);
+    suspend_with(&rig, &[table]);
+    let gone = || {
+        // SAFETY: a child of this test, waited for here only.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), libc::WNOHANG) == child }
+    };
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
+    let mut ended = false;
+    wait_until(|| {
+        ended |= gone();
+        ended
+    });
+    let killed = ended;
+    rig.owner.as_ref().expect("an owner").mem().store_u64(table, 0).expect("a word");
     resume(&rig);
+    wait_until(|| {
+        ended = ended || gone();
+        ended
+    });
+    let mut free = libc::EAGAIN;
+    wait_until(|| {
+        free = fcntl_lock(&a, libc::F_SETLK, libc::F_WRLCK, 0, 0);
+        free == 0
+    });
+    assert!(killed, "it waits for the suspended member");
+    assert_eq!(free, 0, "the killed program's lock stays");
 }

@@ -10,6 +10,7 @@
 //! - `together`: two guests with the kernel module and a FUSE mount of the host, in turns and at once.
 //! - `deaths`: the same, dying under load.
 //! - `repair`: how long the next member's recovery takes when all are dead.
+//! - `serve`: owns a zone and serves its doorbells, for tests in which that ends.
 //! - `files …`: the commands `tombolo files …`.
 //!
 //! Modules: [`model`] is the expected file system, [`compare`] compares it with a real one, which [`tree`] reaches: the core itself,
@@ -37,10 +38,15 @@ mod turns;
 mod worker;
 mod zone;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use tombolo_zone::Zone;
+use tombolo_zone::doorbell::DoorbellServer;
 
 /// Random operations on the shared file system, against a model of it.
 #[derive(Parser)]
@@ -90,6 +96,8 @@ enum Run {
     },
     /// A member at a mount, for the other commands: runs the orders that it receives
     Worker { root: PathBuf, channel: PathBuf },
+    /// Owns a zone and serves its doorbells until it is killed; prints "serving"
+    Serve { zone: PathBuf },
     /// All members die in a full zone
     Repair,
     /// The commands of this part
@@ -123,6 +131,9 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Run::Files { json, command } = cli.run {
         return tombolo_files::cli::run(command, json);
     }
+    if let Run::Serve { zone } = cli.run {
+        return serve(&zone);
+    }
     println!("seed {}", cli.seed);
     let result = match cli.run {
         Run::Members { operations, members } => crowd::turns(cli.seed, cli.mib, operations, members),
@@ -131,7 +142,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Run::Queue { kills } => queue::run(cli.seed, cli.mib, kills),
         Run::Lockers { lockers, seconds } => lockers::run(cli.mib, lockers, seconds),
         Run::Repair => repair::run(cli.mib),
-        Run::Files { .. } => unreachable!("done above"),
+        Run::Files { .. } | Run::Serve { .. } => unreachable!("done above"),
         Run::Together { boot, amount } => together::run(cli.seed, cli.mib, &boot, amount),
         Run::Deaths { boot, kills } => deaths::run(cli.seed, cli.mib, &boot, kills),
         Run::Worker { root, channel } => worker::run(&root, &channel),
@@ -145,6 +156,21 @@ fn main() -> anyhow::Result<ExitCode> {
         Err(why) => {
             eprintln!("seed {}: {why}", cli.seed);
             Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+fn serve(zone: &Path) -> anyhow::Result<ExitCode> {
+    let zone = Arc::new(Zone::take_over_or_open(zone)?);
+    let (bells, events) = DoorbellServer::start(Arc::clone(&zone))?;
+    println!("serving");
+    loop {
+        match events.recv_timeout(Duration::from_millis(100)) {
+            Err(RecvTimeoutError::Disconnected) => anyhow::bail!("the doorbell server has ended"),
+            Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+        }
+        if !zone.reap()?.is_empty() {
+            bells.ring_all()?;
         }
     }
 }

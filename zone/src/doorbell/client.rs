@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -29,6 +30,8 @@ enum Heard {
     Rung,
     /// A peer connected or disconnected.
     Peers,
+    /// The server ended.
+    End,
 }
 
 /// A connected doorbell. Its thread receives peers and calls `on_ring`; dropping it disconnects.
@@ -36,13 +39,14 @@ pub struct Bell {
     peer: u16,
     zone: Uuid,
     peers: Peers,
+    served: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Bell {
     /// Connects to a member's socket of a doorbell server. The bell's thread calls `on_ring` after one or more rings; the caller then takes
-    /// its pending bits. It is also called once at the start, for bits that were pending before.
+    /// its pending bits. It is also called once at the start, for bits that were pending before, and at the server's end ([`Bell::is_served`]).
     pub fn connect(path: impl AsRef<Path>, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
         let path = path.as_ref();
         let stream = UnixStream::connect(path)
@@ -73,7 +77,7 @@ impl Bell {
     /// The same over an existing connection.
     pub fn over(stream: UnixStream, mut on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
         Self::hearing(stream, move |heard| {
-            if heard == Heard::Rung {
+            if heard != Heard::Peers {
                 on_ring();
             }
         })
@@ -107,12 +111,14 @@ impl Bell {
         stream.set_nonblocking(true).map_err(failed)?;
         let peers = Arc::new(Mutex::new(peers));
         let stop = Arc::new(wire::eventfd()?);
-        let (thread_peers, thread_stop) = (Arc::clone(&peers), Arc::clone(&stop));
+        let served = Arc::new(AtomicBool::new(true));
+        let (thread_peers, thread_stop, is_served) =
+            (Arc::clone(&peers), Arc::clone(&stop), Arc::clone(&served));
         let thread = std::thread::Builder::new()
             .name("doorbell".to_owned())
-            .spawn(move || attend(&stream, &own_bell, &thread_stop, &thread_peers, hear))
+            .spawn(move || attend(&stream, &own_bell, &thread_stop, &thread_peers, &is_served, hear))
             .map_err(|e| Error::io("starting a doorbell's thread", e))?;
-        Ok(Bell { peer, zone, peers, stop, thread: Some(thread) })
+        Ok(Bell { peer, zone, peers, served, stop, thread: Some(thread) })
     }
 
     /// Own peer id.
@@ -123,6 +129,11 @@ impl Bell {
     /// Returns the zone that the server names.
     pub fn zone(&self) -> Uuid {
         self.zone
+    }
+
+    /// Returns whether its server has not ended. Without one, members that come later can't ring this one, and no process may tell it of a member's death.
+    pub fn is_served(&self) -> bool {
+        self.served.load(Ordering::SeqCst)
     }
 
     /// Rings a peer; false: it is not known (any more): dead, or not yet announced.
@@ -211,11 +222,18 @@ fn update(peers: &mut BTreeMap<u16, OwnedFd>, id: i64, bell: Option<OwnedFd>) ->
     Ok(())
 }
 
-fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut hear: impl FnMut(Heard)) {
-    let mut connected = true;
+fn attend(
+    stream: &UnixStream,
+    own: &OwnedFd,
+    stop: &OwnedFd,
+    peers: &Peers,
+    served: &AtomicBool,
+    mut hear: impl FnMut(Heard),
+) {
     hear(Heard::Rung);
     loop {
         let mut fds = vec![stop.as_fd(), own.as_fd()];
+        let connected = served.load(Ordering::SeqCst);
         if connected {
             fds.push(stream.as_fd());
         }
@@ -233,8 +251,9 @@ fn attend(stream: &UnixStream, own: &OwnedFd, stop: &OwnedFd, peers: &Peers, mut
             hear(Heard::Rung);
         }
         if connected && ready[2] {
-            connected = learn(stream, peers);
-            hear(Heard::Peers);
+            let goes_on = learn(stream, peers);
+            served.store(goes_on, Ordering::SeqCst);
+            hear(if goes_on { Heard::Peers } else { Heard::End });
         }
     }
 }

@@ -23,6 +23,7 @@ use crate::fuse::nodes::Nodes;
 use crate::fuse::ops::Server;
 use crate::fuse::options::MountOptions;
 use crate::fuse::session::{self, Mounted};
+use crate::log;
 use crate::sys;
 use crate::target::{Joined, Target};
 
@@ -227,7 +228,7 @@ fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
             let _end = rustix::io::read(&alive, &mut [0; 1]);
             let declared = joined.declare_dead();
             if let Err(e) = &declared {
-                eprintln!("tombolo: the mount's process ended, and can't be declared dead: {e}");
+                log::say(&format!("the mount's process ended, and can't be declared dead: {e}"));
             }
             std::process::exit(i32::from(declared.is_err()));
         }
@@ -286,7 +287,7 @@ fn serve(
                 }
                 match server.fs.recover_all() {
                     Ok(()) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => eprintln!("tombolo: recovering dead members: {e}"),
+                    Err(e) => log::say(&format!("recovering dead members: {e}")),
                 }
             }
         };
@@ -297,7 +298,7 @@ fn serve(
         let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
         let rung = joined.and_then(Joined::rung);
         fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
-        match poll(&mut fds, if rung.is_none() { joined.map(|_| &LOOK) } else { None }) {
+        match poll(&mut fds, joined.filter(|joined| !joined.is_served()).map(|_| &LOOK)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }

@@ -89,7 +89,7 @@ fn watch(
         out.flush()?;
         let mut fds = vec![PollFd::new(signals, PollFlags::IN)];
         fds.extend(joined.rung().map(|rung| PollFd::new(rung, PollFlags::IN)));
-        let timeout = joined.rung().is_none().then_some(&LOOK);
+        let timeout = (!joined.is_served()).then_some(&LOOK);
         match poll(&mut fds, timeout) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for changes"),

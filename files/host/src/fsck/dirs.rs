@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use super::raw::{self, BLOCK, FANOUT, HUGE, Inode, field};
+use super::raw::{BLOCK, FANOUT, HUGE, Inode, field};
 use super::trees::Tree;
 use super::{Checker, Progress, Severity};
 use crate::sys;
@@ -206,7 +206,7 @@ impl Checker<'_> {
         if name.contains(&0) || name.contains(&b'/') || name == b"." || name == b".." {
             return Some("no name that can be".into());
         }
-        if hash != raw::hash(self.layout.hash_seed, name) {
+        if hash != self.layout.hash.of(name) {
             return Some("its hash is another name's".into());
         }
         if contents.names.contains(name) {

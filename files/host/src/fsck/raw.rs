@@ -21,7 +21,14 @@ pub(crate) struct Layout {
     pub(crate) member_start: u64,
     pub(crate) map_start: u64,
     pub(crate) data_start: u64,
-    pub(crate) hash_seed: u64,
+    pub(crate) hash: NameHash,
+}
+
+/// How names are hashed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NameHash {
+    seed: u64,
+    keyed: bool,
 }
 
 fn super_word(area: &Area, offset: usize) -> Result<u64, Unreadable> {
@@ -40,7 +47,8 @@ impl Layout {
             return Err(Unreadable("there is no file system here".into()));
         }
         let version = super_half(area, offset_of!(sys::tfs_super, version))?;
-        let incompat = word(offset_of!(sys::tfs_super, incompat))? & !u64::from(sys::TFS_INCOMPAT_ALL);
+        let features = word(offset_of!(sys::tfs_super, incompat))?;
+        let incompat = features & !u64::from(sys::TFS_INCOMPAT_KNOWN);
         let ro_compat = word(offset_of!(sys::tfs_super, ro_compat))?;
         let incompat = incompat | (ro_compat & !u64::from(sys::TFS_RO_COMPAT_PERSISTENT));
         if version != sys::TFS_VERSION || incompat != 0 {
@@ -64,8 +72,11 @@ impl Layout {
         if blocks >= 16384 {
             data_start = data_start.next_multiple_of(FANOUT);
         }
-        let hash_seed = word(offset_of!(sys::tfs_super, hash_seed))?;
-        Ok(Layout { blocks, member_start, map_start, data_start, hash_seed })
+        let hash = NameHash {
+            seed: word(offset_of!(sys::tfs_super, hash_seed))?,
+            keyed: features & u64::from(sys::TFS_INCOMPAT_KEYED_HASH) != 0,
+        };
+        Ok(Layout { blocks, member_start, map_start, data_start, hash })
     }
 
     /// Fields of the super block that hold the layout: offset, value, name.
@@ -150,16 +161,54 @@ pub(crate) fn free_state(state_gen: u64) -> u64 {
     ((state_gen >> sys::TFS_GEN_SHIFT).wrapping_add(1)) << sys::TFS_GEN_SHIFT
 }
 
-/// The core's hash of a name.
-pub(crate) fn hash(seed: u64, name: &[u8]) -> u32 {
-    let mut h = seed ^ name.len() as u64;
-    for chunk in name.chunks(8) {
-        let mut word = [0; 8];
-        word[..chunk.len()].copy_from_slice(chunk);
-        h = (h ^ u64::from_le_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        h ^= h >> 29;
+impl NameHash {
+    /// The core's hash of a name.
+    pub(crate) fn of(self, name: &[u8]) -> u32 {
+        let word = |chunk: &[u8]| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            u64::from_le_bytes(word)
+        };
+        if self.keyed { self.siphash(name, word) } else { self.unkeyed(name, word) }
     }
-    h = h.wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    h ^= h >> 32;
-    h as u32
+
+    fn unkeyed(self, name: &[u8], word: impl Fn(&[u8]) -> u64) -> u32 {
+        let mut h = self.seed ^ name.len() as u64;
+        for chunk in name.chunks(8) {
+            h = (h ^ word(chunk)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            h ^= h >> 29;
+        }
+        h = h.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        h ^= h >> 32;
+        h as u32
+    }
+
+    /// SipHash-1-3.
+    fn siphash(self, name: &[u8], word: impl Fn(&[u8]) -> u64) -> u32 {
+        let (k0, k1) = (self.seed, self.seed ^ 0x9e37_79b9_7f4a_7c15);
+        let mut v = [*b"uespemos", *b"modnarod", *b"arenegyl", *b"setybdet"].map(u64::from_le_bytes);
+        v.iter_mut().zip([k0, k1, k0, k1]).for_each(|(v, k)| *v ^= k);
+        let round = |v: &mut [u64; 4]| {
+            v[0] = v[0].wrapping_add(v[1]);
+            v[2] = v[2].wrapping_add(v[3]);
+            v[1] = v[1].rotate_left(13) ^ v[0];
+            v[3] = v[3].rotate_left(16) ^ v[2];
+            v[0] = v[0].rotate_left(32).wrapping_add(v[3]);
+            v[2] = v[2].wrapping_add(v[1]);
+            v[1] = v[1].rotate_left(17) ^ v[2];
+            v[3] = v[3].rotate_left(21) ^ v[0];
+            v[2] = v[2].rotate_left(32);
+        };
+        let whole = name.len() / 8 * 8;
+        let last = word(&name[whole..]) | (name.len() as u64) << 56;
+        for word in name[..whole].chunks(8).map(word).chain([last]) {
+            v[3] ^= word;
+            round(&mut v);
+            v[0] ^= word;
+        }
+        v[2] ^= 0xff;
+        (0..3).for_each(|_| round(&mut v));
+        let h = v.into_iter().fold(0, |h, v| h ^ v);
+        (h ^ h >> 32) as u32
+    }
 }

@@ -18,6 +18,7 @@ use rustix::io::Errno;
 
 use super::abi::{self, Cursor, Out};
 use super::session;
+use crate::caller;
 use crate::fs::{FileLock, Filesystem, Handle, LockWait, Result};
 use crate::sys;
 
@@ -25,6 +26,8 @@ use crate::sys;
 const LOOK: Duration = Duration::from_millis(20);
 /// The same with a doorbell.
 const LOOK_ANYWAY: Duration = Duration::from_secs(1);
+/// The waiting thread waits so long for a suspended member that is changing the locks of a file, then tries those of other files.
+const SUSPENDED: Duration = Duration::from_millis(50);
 /// Interrupts of requests that do not wait here (yet) are remembered up to this number; most are of requests that are answered by now.
 const INTERRUPTS: usize = 64;
 const END: u64 = i64::MAX as u64;
@@ -42,6 +45,8 @@ struct Held {
     holders: HashSet<Holder>,
     /// The owners that each open file's locks were taken as.
     handles: HashMap<u64, HashSet<Holder>>,
+    /// Owners whose processes were killed while they waited for the release of their locks. A new process may get the number of one.
+    late: HashSet<Holder>,
 }
 
 struct Waiter {
@@ -162,6 +167,9 @@ impl Locks {
             // Stored first, so that a close meanwhile releases it.
             let holder = Holder { ino, owner: lock.owner, kind: lock.kind };
             let mut held = held(self);
+            if held.late.contains(&holder) {
+                return Err(Errno::AGAIN);
+            }
             held.holders.insert(holder);
             held.handles.entry(request.handle).or_default().insert(holder);
         }
@@ -241,10 +249,27 @@ impl Locks {
         Ok(out)
     }
 
-    /// A process closed a file: releases its POSIX locks on it.
+    /// A process closed a file: releases its POSIX locks on it. INTR: the process was killed while it waited for a suspended member, and the caller
+    /// calls [`Locks::flush_late`].
     pub fn flush(&self, fs: &Filesystem, ino: Handle, owner: u64) -> Result<()> {
         let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
-        if held(self).holders.remove(&holder) { self.give_back(fs, &holder) } else { Ok(()) }
+        if !held(self).holders.remove(&holder) {
+            return Ok(());
+        }
+        let done = self.give_back(fs, &holder);
+        if done == Err(Errno::INTR) {
+            held(self).late.insert(holder);
+        }
+        done
+    }
+
+    /// The same once the process no longer waits.
+    pub fn flush_late(&self, fs: &Filesystem, ino: Handle, owner: u64) -> Result<()> {
+        let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
+        let done = self.give_back(fs, &holder);
+        held(self).late.remove(&holder);
+        self.look();
+        done
     }
 
     /// An open file was closed: releases all locks that were taken through it.
@@ -269,20 +294,22 @@ impl Locks {
                 continue;
             }
             let seen = waiting.reasons;
+            let mut suspended = HashSet::new();
             turn += 1;
             // One by one and without the mutex: a lock may wait for a suspended member, and meanwhile other requests are taken or interrupted.
             // Those that were tried stay in front, so the order is that of their arrival.
             while let Some(mut waiter) = waiting.take_untried(turn) {
                 drop(waiting);
                 waiter.turn = turn;
-                let left = self.try_again(fs, waiter);
+                let left = self.try_again(fs, waiter, &mut suspended);
                 waiting = queue(self);
                 if let Some(waiter) = left {
                     let at = waiting.tried(turn);
                     waiting.waiters.insert(at, waiter);
                 }
             }
-            let time = if self.has_bell.load(Ordering::SeqCst) { LOOK_ANYWAY } else { LOOK };
+            let is_told = self.has_bell.load(Ordering::SeqCst) && suspended.is_empty();
+            let time = if is_told { LOOK_ANYWAY } else { LOOK };
             let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);
         }
         for waiter in queue(self).waiters.drain(..) {
@@ -290,14 +317,30 @@ impl Locks {
         }
     }
 
-    /// Tries to take a waiter's lock, and answers it if it has the lock or its wait has ended; else returns it.
-    fn try_again(&self, fs: &Filesystem, mut waiter: Waiter) -> Option<Waiter> {
-        let answer = if self.is_interrupted(waiter.unique) {
-            Err(Errno::INTR)
-        } else {
+    /// Tries to take a waiter's lock, and answers it if it has the lock or its wait has ended; else returns it. suspended: the files whose locks a
+    /// suspended member is changing.
+    fn try_again(
+        &self,
+        fs: &Filesystem,
+        mut waiter: Waiter,
+        suspended: &mut HashSet<Handle>,
+    ) -> Option<Waiter> {
+        if self.is_interrupted(waiter.unique) {
+            self.answer(fs, waiter, Err(Errno::INTR));
+            return None;
+        }
+        if suspended.contains(&waiter.ino) {
+            return Some(waiter);
+        }
+        let answer = {
+            let _limited = caller::wait_at_most(SUSPENDED);
             self.try_set(fs, waiter.ino, &Request { handle: waiter.handle, lock: waiter.lock })
         };
         let answer = match answer {
+            Err(Errno::INTR) => {
+                suspended.insert(waiter.ino);
+                return Some(waiter);
+            }
             Err(Errno::AGAIN) => match waiter.look_for_deadlock(fs) {
                 Ok(()) => return Some(waiter),
                 found => found,

@@ -114,10 +114,18 @@ impl Nodes {
         let number = self.number(handle);
         let mut shard = self.shard(number);
         let node = shard.entry(number).or_default();
-        if node.opens == 0 {
-            if fs.area().writable() {
-                fs.open_ref(handle)?;
+        if node.opens == 0 && fs.area().writable() {
+            if let Err(error) = fs.open_bit(handle) {
+                if node.lookups == 0 {
+                    shard.remove(&number);
+                }
+                drop(shard);
+                // The rest, too: what it could not do is left to its recovery.
+                let _ = fs.free_unused(handle);
+                return Err(error);
             }
+        }
+        if node.opens == 0 {
             node.generation = handle.generation;
         }
         node.opens += 1;
@@ -125,7 +133,8 @@ impl Nodes {
     }
 
     pub fn release(&self, fs: &Filesystem, number: u64) -> Result<()> {
-        // Held until the reference is dropped, so that an open in between takes it again.
+        // Held until the reference is dropped, so that an open in between takes it again; and not while the file is freed, which may wait for a suspended
+        // member: other files are in this part of the table.
         let mut shard = self.shard(number);
         let node = shard.get_mut(&number).ok_or(Errno::BADF)?;
         node.opens = node.opens.checked_sub(1).ok_or(Errno::BADF)?;
@@ -134,7 +143,12 @@ impl Nodes {
         if last && node.lookups == 0 {
             shard.remove(&number);
         }
-        if last && fs.area().writable() { fs.close_ref(handle) } else { Ok(()) }
+        if !last || !fs.area().writable() {
+            return Ok(());
+        }
+        fs.close_bit(handle);
+        drop(shard);
+        fs.free_unused(handle)
     }
 
     /// Drops the references of all open files: the mount ended.

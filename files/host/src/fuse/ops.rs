@@ -249,6 +249,12 @@ impl Server {
         }
     }
 
+    /// A FLUSH whose process was killed while it waited.
+    pub(super) fn finish_flush(&self, h: &Header, mut c: Cursor<'_>) -> Result<()> {
+        let (_fh, _unused, owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
+        self.locks.flush_late(&self.fs, self.nodes.handle(h.node), owner)
+    }
+
     pub(super) fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes meanwhile counts as missing.
         let attr = self.fs.getattr(found).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;

@@ -3,7 +3,7 @@
 //! changed the meaning of a name since. So where a right depends on the inode of a name, it is checked here once more, for the inode that the
 //! operation then names to the core.
 
-use std::fs::read_to_string;
+use std::fs::{read_link, read_to_string};
 
 use rustix::io::Errno;
 
@@ -19,14 +19,26 @@ const CAP_FSETID: u32 = 4;
 /// After so many changes of a name between its lookup and the operation, the caller gets ESTALE.
 const TRIES: usize = 100;
 
-/// Returns whether the caller has a capability. If its process is in a PID namespace that this one can't see: whether it is root.
+/// Returns whether the caller has a capability on this host. If its process is in a PID namespace that this one can't see: whether it is root.
 fn capable(h: &Header, capability: u32) -> bool {
     let of_process = || {
         let status = read_to_string(format!("/proc/{}/status", h.pid)).ok().filter(|_| h.pid != 0)?;
         let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
         u64::from_str_radix(effective.trim(), 16).ok()
     };
-    of_process().map_or(h.uid == 0, |all| all >> capability & 1 == 1)
+    of_process().map_or(h.uid == 0, |all| all >> capability & 1 == 1 && is_in_own_user_namespace(h.pid))
+}
+
+/// Any user has all capabilities in a user namespace of its own, which mean nothing for files of this one. A namespace that may not be looked at is known by
+/// its mapping of users, which no user without privileges can make equal to this one's.
+fn is_in_own_user_namespace(process: u32) -> bool {
+    let namespace = |process: &str| read_link(format!("/proc/{process}/ns/user")).ok();
+    let users = |process: &str| read_to_string(format!("/proc/{process}/uid_map")).ok();
+    let process = process.to_string();
+    match namespace(&process) {
+        Some(its) => Some(its) == namespace("self"),
+        None => users(&process).is_some_and(|its| Some(its) == users("self")),
+    }
 }
 
 /// Returns whether set-id bits of a file may stay when this caller changes its data.

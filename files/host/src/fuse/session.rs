@@ -28,7 +28,7 @@ const MAX_PIECES: usize = 1000;
 static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
 
 /// The largest number of threads beyond those at the start.
-const MOST_MORE: usize = 128;
+const MOST_MORE: usize = 4096;
 
 /// A file system mounted at a directory.
 pub struct Mounted {
@@ -302,14 +302,33 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
                 Some(done) => done.map(|()| Reply::Body(Out::new())),
             }
         }
-        // These give back what a process that ends has left.
-        op::FLUSH | op::RELEASE | op::RELEASEDIR => server.answer(&header, body),
+        // This gives back what a process that ends has left; no process waits for it.
+        op::RELEASE | op::RELEASEDIR => server.answer(&header, body),
+        op::FLUSH => {
+            let done = {
+                let _working = caller::work_for_last(header.pid);
+                server.answer(&header, body)
+            };
+            if !matches!(done, Err(Errno::INTR)) {
+                done
+            } else {
+                let told = send(device, header.unique, &Ok(Reply::Body(Out::new())));
+                // An error has no reader any more; the recovery of this member does the rest.
+                let _ = server.finish_flush(&header, body);
+                return told_of_end(told);
+            }
+        }
         _ => {
             let _working = caller::work_for(header.pid);
             server.answer(&header, body)
         }
     };
-    match send(device, header.unique, &answer) {
+    told_of_end(send(device, header.unique, &answer))
+}
+
+/// Returns whether the mount goes on after an answer was sent.
+fn told_of_end(sent: io::Result<()>) -> io::Result<bool> {
+    match sent {
         Ok(()) => Ok(true),
         // ENOENT: the caller was killed meanwhile.
         Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(true),

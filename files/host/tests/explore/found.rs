@@ -211,7 +211,7 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     [dead, other].into_iter().for_each(Filesystem::abandon);
     // As older programs made it: no features, no reserved blocks, the tag of a lock's word is 1.
     let incompat = offset_of!(sys::tfs_super, incompat) as u64;
-    zone.store(incompat, 0);
+    zone.store(incompat, u64::from(sys::TFS_INCOMPAT_KEYED_HASH));
     let map = zone.area.word(offset_of!(sys::tfs_super, map_start) as u64).expect("a super block") * BLOCK;
     for word in (map..).step_by(8).take((zone.area.size() / BLOCK / 8) as usize) {
         let bytes = zone.area.word(word).expect("the map").to_le_bytes();
@@ -224,11 +224,11 @@ fn a_file_system_from_before_fair_locks_is_taken_over_with_what_the_dead_left_in
     zone.store(Zone::member_area(2, offset_of!(sys::tfs_member_area, features)), 0);
     let refused = zone.does(|| zone.open(3, false).map(Filesystem::abandon));
     assert!(refused.is_err(), "the second is one of the older ones");
-    assert_eq!(zone.area.word(incompat), Some(0));
+    assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_KEYED_HASH)));
     zone.leave(20);
     [2, 3].into_iter().for_each(|m| zone.declare_dead(m));
     let fs = zone.does(|| zone.open(4, false)).expect("open");
-    assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_ALL)));
+    assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_KNOWN)));
     zone.does(|| fs.truncate(cut, 3, false)).expect("the dead one's lock is taken over");
     assert_eq!((fs.size(cut), fs.size(kept)), (3, 9000));
     let mut bytes = [1; 3];
@@ -375,14 +375,14 @@ fn two_members_that_open_an_older_file_system_at_once_both_get_in() {
     for place in 1..60 {
         let zone = Zone::new(|_| {});
         let incompat = offset_of!(sys::tfs_super, incompat) as u64;
-        zone.store(incompat, 0);
+        zone.store(incompat, u64::from(sys::TFS_INCOMPAT_KEYED_HASH));
         let open = |member| {
             let fs = zone.open(member, false).unwrap_or_else(|e| panic!("member {member}: {e}"));
             fs.abandon();
         };
         let plan = Plan::new(0, vec![(0, place)], Vec::new(), true);
         zone.both(plan, || open(4), || open(10));
-        assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_ALL)));
+        assert_eq!(zone.area.word(incompat), Some(u64::from(sys::TFS_INCOMPAT_KNOWN)));
         zone.assert_clean(&[4, 10]);
     }
 }

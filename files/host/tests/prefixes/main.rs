@@ -272,6 +272,9 @@ fn run_full(persistent: bool) {
     s.step("a name in a directory without room", |fs| {
         rename(fs, "/d/n5", "/d/in-the-same-place-and-longer", 0)
     });
+    s.step("an attribute replaced by a reserved block", |fs| {
+        fs.xattr_set(find(fs, "d/f"), b"user.a", Some(&[7; 300]), 0, None).expect("attribute");
+    });
     report(&s);
 }
 
