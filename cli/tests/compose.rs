@@ -205,6 +205,60 @@ fn net_ls_tells_which_vms_and_uplinks_are_down() {
 }
 
 #[test]
+fn a_port_that_another_program_has_taken_from_a_vm_refuses_its_restart_and_is_told_by_up() {
+    let free = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let address = free();
+    let lab = lab(|vm| {
+        format!(
+            "[net.out]\nuplink = \"user\"\n[vm.a]\n{vm}ready = \"running\"\nnetworks = [\"out\"]\nports = [\"{address}:80\"]\n"
+        )
+    });
+    let path = own_passt(&lab);
+    let run = |arguments: &[&str]| lab.command(arguments).env("PATH", &path).output().unwrap();
+    let up = run(&["up"]);
+    assert!(up.status.success() && !said(&up).contains("no port of the host"), "{}", said(&up));
+    let before = lab.ps()["vms"][0]["pid"].clone();
+    // A VM's own ports do not refuse its restart.
+    let restarted = run(&["restart", "a"]);
+    assert!(
+        restarted.status.success() && !said(&restarted).contains("no port of the host"),
+        "{}",
+        said(&restarted)
+    );
+    let own = lab.ps()["vms"][0]["pid"].clone();
+    assert_ne!(own, before);
+    let broken = lab.dir.path().join("broken");
+    std::fs::write(&broken, "").unwrap();
+    let passt = std::fs::read_to_string(lab.dir.path().join("pid")).unwrap();
+    common::signal(passt.trim().parse().unwrap(), "KILL");
+    let mut stranger = None;
+    until("the port is never free", || {
+        stranger = std::net::TcpListener::bind(address).ok();
+        stranger.is_some()
+    });
+    let refused = run(&["restart", "a"]);
+    let words = said(&refused);
+    assert!(
+        !refused.status.success()
+            && words.contains(&format!("tcp port {} of the host is in use", address.port())),
+        "{words}"
+    );
+    assert_eq!(lab.ps()["vms"][0]["pid"], own, "it runs on");
+    drop(stranger);
+    // Nobody has it, and no passt will.
+    let restarted = run(&["restart", "a"]);
+    let words = said(&restarted);
+    assert!(
+        restarted.status.success()
+            && words.contains("a: up (")
+            && words.contains("no port of the host leads to it"),
+        "{words}"
+    );
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
 fn an_overlay_is_in_the_projects_folder_until_down() {
     let lab = lab(|vm| {
         format!(

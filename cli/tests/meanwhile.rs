@@ -113,7 +113,7 @@ fn a_vm_that_ends_for_good_ends_the_wait_for_its_health() {
     let up = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
     until("db is not checked", || vm(&lab, "db")["health"] == "starting");
     // Under its policy it stays off then.
-    signal(number(&vm(&lab, "db")["pid"]), "HUP");
+    signal(number(&vm(&lab, "db")["pid"]), "ALRM");
     let output = up.wait_with_output().unwrap();
     assert!(
         !output.status.success()

@@ -70,11 +70,11 @@ fn a_vm_that_is_killed_starts_again_after_pauses_that_grow_and_ps_tells_them() {
 fn who_switches_itself_off_comes_back_under_always_only() {
     let careful = lab("restart = \"on-failure\"\n");
     careful.good(&["up"]);
-    signal(number(&vm(&careful)["pid"]), "HUP");
+    signal(number(&vm(&careful)["pid"]), "ALRM");
     until("it does not end", || vm(&careful)["state"] == "ended: the guest switched itself off");
     let always = lab("restart = \"always\"\n");
     always.good(&["up"]);
-    end_and_wait(&always, "HUP", 1);
+    end_and_wait(&always, "ALRM", 1);
     // Long enough for the other to have come back, had it been about to.
     assert_eq!(vm(&careful)["state"], "ended: the guest switched itself off");
     careful.good(&["down"]);

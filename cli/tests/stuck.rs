@@ -293,3 +293,29 @@ fn a_terminal_too_many_is_refused_with_the_remedy() {
     lab.good(&["down"]);
     lab.assert_nothing_left();
 }
+
+#[test]
+fn a_script_that_does_not_become_its_qemu_is_refused_with_the_remedy_and_leaves_nothing() {
+    for words in ["", " -fake mute"] {
+        let lab = lab(&format!("[vm.a]\n{VM}"));
+        let beside = "sleep 100000 & ";
+        sick(&lab, &format!("{{ {beside}'{}' \"$@\"{words}; exit; }}", fake().display()));
+        set_sick(lab.dir.path());
+        let up = lab.command(&["up"]).stderr(Stdio::piped()).spawn().unwrap();
+        if !words.is_empty() {
+            // One that says nothing is given up by its user.
+            let runs = || {
+                lab.processes().iter().any(|pid| {
+                    std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"mute\0"))
+                })
+            };
+            until("it does not begin", runs);
+            lab.good(&["down"]);
+        }
+        let refused = up.wait_with_output().unwrap();
+        let told = said(&refused);
+        assert!(!refused.status.success(), "{told}");
+        assert!(!words.is_empty() || told.contains("write exec before QEMU's name in that script"), "{told}");
+        lab.assert_nothing_left();
+    }
+}

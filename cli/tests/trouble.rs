@@ -456,3 +456,39 @@ fn commands_whose_words_find_no_room_do_their_work() {
     unheard(&["down"]);
     lab.assert_nothing_left();
 }
+
+#[test]
+fn events_of_a_supervisor_that_is_killed_end_with_an_error_and_of_one_that_is_told_to_end_with_none() {
+    for kills in [true, false] {
+        let lab = lab(&format!("[vm.a]\n{VM}"));
+        lab.good(&["up"]);
+        let mut events = lab.command(&["events", "--since", "1h"]);
+        let mut events = events.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut told = BufReader::new(events.stdout.take().unwrap());
+        told.read_line(&mut String::new()).unwrap();
+        if kills {
+            signal(number(&lab.ps()["supervisor"]), "KILL");
+        } else {
+            lab.good(&["down"]);
+        }
+        let ended = events.wait_with_output().unwrap();
+        assert_eq!(ended.status.success(), !kills, "{}", said(&ended));
+        assert_eq!(said(&ended).contains("the supervisor died"), kills, "{}", said(&ended));
+    }
+}
+
+#[test]
+fn an_input_that_cannot_be_read_is_an_error_of_exec_and_not_its_end() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    lab.good(&["up"]);
+    let folder = std::fs::File::open(lab.dir.path()).unwrap();
+    let exec = lab.command(&["exec", "-i", "a", "--", "cat"]).stdin(folder).output().unwrap();
+    let words = said(&exec);
+    assert!(
+        exec.status.code() == Some(125) && words.contains("the input can't be read: Is a directory"),
+        "{words}"
+    );
+    lab.good(&["exec", "-i", "a", "--", "cat"]);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}

@@ -21,6 +21,9 @@ use crate::qemu::start::no_process;
 pub mod halted;
 pub mod main_thread;
 
+/// The variable by which a process of this program learns to which process it is tied, and by which signal.
+const TIED: &str = "TOMBOLO_TIED_TO";
+
 /// Time for a child to become its program. It enters its cgroup before, and the program's file may be far away.
 const BEGIN: Duration = Duration::from_secs(20);
 
@@ -46,6 +49,51 @@ pub fn tie_to_end(command: &mut Command, signal: Signal, fds: &[OwnedFd]) {
                 rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
             }
             Ok(())
+        });
+    }
+}
+
+/// As [`tie_to_end`], for [this program](own_program), whose process [stays tied](stay_tied) also where its file has capabilities.
+pub fn tie_own(command: &mut Command, signal: Signal, fds: &[OwnedFd]) {
+    command.env(TIED, format!("{} {}", std::process::id(), signal.as_raw()));
+    tie_to_end(command, signal, fds);
+}
+
+/// Ties this process again to the one that has started it by [`tie_own`]: the kernel unties a process that becomes a program whose file has
+/// capabilities. The first call of `main`, as there must be no other thread.
+pub fn stay_tied() {
+    let Some(text) = std::env::var_os(TIED) else { return };
+    // SAFETY: there is no other thread, which could read the environment.
+    unsafe { std::env::remove_var(TIED) };
+    let words = text.to_str().and_then(|text| text.split_once(' '));
+    let numbers =
+        words.and_then(|(parent, signal)| Some((parent.parse::<u32>().ok()?, signal.parse::<i32>().ok()?)));
+    let Some((parent, signal)) = numbers else { return };
+    // SAFETY: the call changes an attribute of this process and reads no memory.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) };
+    // The parent may have died before the line above.
+    if std::os::unix::process::parent_id() != parent {
+        std::process::exit(1);
+    }
+}
+
+/// Makes `command`'s process the leader of a process group, which is killed when it ends ([`Guarded::end_group`]), and lets it not hear the signals by which a
+/// service manager ends all processes of a session or a unit at once: this process hears them, too, and ends it in good order.
+pub fn shield(command: &mut Command) {
+    // SAFETY: between fork and exec only async-signal-safe system calls are made: setpgid, sigprocmask; no allocation. The set is initialized
+    // before it is used.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setpgid(None, None)?;
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&raw mut set);
+            for signal in [libc::SIGTERM, libc::SIGHUP] {
+                libc::sigaddset(&raw mut set, signal);
+            }
+            match libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
         });
     }
 }
@@ -185,6 +233,12 @@ impl Guarded {
         }
     }
 
+    /// Kills what is left of the process group that it leads, if it leads one. It has ended and has not been reaped, so the group's number is its own.
+    pub fn end_group(&self) {
+        // There may be no such group.
+        let _none = rustix::process::kill_process_group(self.pid, Signal::KILL);
+    }
+
     /// Waits for its end, and leaves it to be reaped.
     pub fn wait_end(&self) {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
@@ -292,6 +346,13 @@ pub struct Handle {
 }
 
 impl Handle {
+    /// Of a process that is no child of this one.
+    pub fn of(pid: u32) -> Handle {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let open = |pid| rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok();
+        Handle { pidfd: pid.and_then(open) }
+    }
+
     /// Of a process that has been reaped.
     pub fn gone() -> Handle {
         Handle { pidfd: None }

@@ -166,6 +166,17 @@ pub fn find_elsewhere(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io:
     look(|user| user == own, wanted, number, false)
 }
 
+/// Refuses a /proc that numbers processes otherwise than this process's PID namespace does: a number that is read there is another process here.
+fn check_proc() -> io::Result<()> {
+    let own = std::fs::read_link("/proc/self").ok();
+    if own.is_some_and(|own| own.to_str() == Some(&std::process::id().to_string())) {
+        return Ok(());
+    }
+    Err(io::Error::other(
+        "/proc shows the processes of another PID namespace than this one's; mount its own: mount -t proc proc /proc (unshare --mount-proc)",
+    ))
+}
+
 /// Returns whether a process has the same root folder as this one.
 fn has_this_root(process: u32) -> bool {
     let number = |path: &str| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
@@ -179,6 +190,7 @@ fn look(
     number: Option<u32>,
     here: bool,
 ) -> io::Result<Vec<Found>> {
+    check_proc()?;
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
         let Ok(entry) = entry else { continue };

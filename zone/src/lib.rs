@@ -18,6 +18,7 @@
 //! - [`header`]: making and checking the zone's header.
 //! - [`member`]: checked copies of member slots.
 //! - [`cli`]: `tombolo zone`.
+//! - [`daemon`]: processes that outlive the command that starts them.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
 //! - [`door`]: listening sockets without a name, which only the same user reaches.
 //! - [`keep`]: descriptors that outlive an execve.
@@ -30,6 +31,7 @@
 
 pub mod backing;
 pub mod cli;
+pub mod daemon;
 pub mod door;
 pub mod doorbell;
 pub mod error;

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Parser;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::Mode;
 
 /// The variable by which a shell's completion script asks a program for candidates.
 pub const COMPLETE: &str = "COMPLETE";
@@ -21,7 +22,7 @@ pub const EXECUTED_BY: &str = "TOMBOLO_PROGRAM";
 pub fn run<Arguments: Parser>(act: impl FnOnce(Arguments) -> anyhow::Result<ExitCode>) -> ExitCode {
     clap_complete::CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
     end_quietly_on_a_closed_pipe();
-    outlive_a_file_that_is_too_large();
+    begin_as_usual();
     end(act(Arguments::parse()), |error| eprintln!("tombolo: {error:#}"))
 }
 
@@ -70,11 +71,21 @@ pub fn end_quietly_on_a_closed_pipe() {
     }));
 }
 
-/// A write beyond the limit on the size of files (`ulimit -f`, `LimitFSIZE=`) fails from here on, where it would end this process by SIGXFSZ: a log
-/// must not end what it tells of. Programs that are started afterwards inherit that.
-pub fn outlive_a_file_that_is_too_large() {
-    // SAFETY: the call changes the disposition of a signal, which no other part of the program has a handler for.
-    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+/// Undoes what this process has inherited from an unusual parent, and what would end it for the sake of a log:
+/// - A write beyond the limit on the size of files (`ulimit -f`, `LimitFSIZE=`) fails from here on, where it would end this process by SIGXFSZ.
+///   Programs that are started afterwards inherit that.
+/// - A parent that ignores SIGCHLD would have the kernel forget this process's children when they end: their exit codes would be lost, and their
+///   numbers another process's before this one has waited for them.
+/// - A umask that takes rights from the owner would make files and folders that this process could not open itself.
+pub fn begin_as_usual() {
+    // SAFETY: the calls change the dispositions of two signals, which no other part of the program has a handler for.
+    unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+        libc::signal(libc::SIGCHLD, libc::SIG_DFL);
+    }
+    let others = Mode::RWXG | Mode::RWXO;
+    let inherited = rustix::process::umask(others);
+    rustix::process::umask(inherited & others);
 }
 
 /// Writes a manual page of `command` and of each of its commands into `dir`.

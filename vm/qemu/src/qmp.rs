@@ -7,7 +7,7 @@
 //! that its caller does not know.
 
 use std::collections::BTreeMap;
-use std::io::{IoSlice, Read};
+use std::io::{IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -16,7 +16,10 @@ use std::time::{Duration, Instant};
 
 use qapi::{Command, qmp};
 use rustix::event::{PollFd, PollFlags};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -121,6 +124,8 @@ struct State {
     given_up: bool,
     /// Replies whose senders have not taken them yet: the next command may be sent, and answered, before they wake up.
     replies: BTreeMap<u64, Value>,
+    /// The process that has sent the greeting.
+    sender: Option<u32>,
     ended: bool,
 }
 
@@ -162,7 +167,7 @@ impl Shared {
                 Ok(_) => {}
             }
             let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
-            match (&*socket).read(&mut chunk) {
+            match self.read_some(socket, &mut chunk) {
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                 Ok(n) if n > 0 => unread.extend_from_slice(&chunk[..n]),
                 _ => break,
@@ -176,6 +181,23 @@ impl Shared {
         self.lock().ended = true;
         self.changed.notify_all();
         event("", &Value::Null);
+    }
+
+    /// Reads, and notes the sender of the greeting.
+    fn read_some(&self, mut socket: &UnixStream, chunk: &mut [u8]) -> std::io::Result<usize> {
+        if self.lock().owed.is_none_or(|(id, _)| id > 0) {
+            return socket.read(chunk);
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let received =
+            rustix::net::recvmsg(socket, &mut [IoSliceMut::new(chunk)], &mut ancillary, RecvFlags::empty())?;
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmCredentials(sender) = message {
+                self.lock().sender = Some(sender.pid.as_raw_nonzero().get().unsigned_abs());
+            }
+        }
+        Ok(received.bytes)
     }
 
     /// Passes whole lines on.
@@ -243,8 +265,7 @@ impl Qmp {
         event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
         let owed = left.owed.map(|id| (id, EARLIER));
-        let state =
-            State { ids: left.ids, owed, given_up: true, ended: left.ended, replies: BTreeMap::new() };
+        let state = State { ids: left.ids, owed, given_up: true, ended: left.ended, ..State::default() };
         Qmp::begin(socket, left.unread, state, event)
     }
 
@@ -274,6 +295,11 @@ impl Qmp {
     /// The connection's socket.
     pub fn socket(&self) -> &UnixStream {
         &self.socket
+    }
+
+    /// The process that has sent the greeting, where the socket was [made ready](ask_for_sender) to tell.
+    pub fn sender(&self) -> Option<u32> {
+        self.shared.lock().sender
     }
 
     /// Executes one command.
@@ -372,6 +398,14 @@ impl Qmp {
         state.given_up = true;
         if state.ended { Err(Error::Ended) } else { Err(Error::Silent { command, limit }) }
     }
+}
+
+/// Has the kernel tell who sends over `socket`; called before QEMU is started.
+///
+/// # Errors
+/// Those of the system.
+pub fn ask_for_sender(socket: &UnixStream) -> std::io::Result<()> {
+    Ok(rustix::net::sockopt::set_socket_passcred(socket, true)?)
 }
 
 /// Writes all of `data`; `fd`, if any, travels with its first byte.

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -17,6 +17,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use rustix::termios::{OptionalActions, Termios};
 
+use tombolo_zone::daemon;
 use tombolo_zone::door::Found;
 
 use crate::compose::Project;
@@ -70,22 +71,14 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
 /// Starts a supervisor; `None` when another one was faster.
 fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
     state::base_dir()?;
-    let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+    let (ours, theirs) = UnixStream::pair()?;
     let theirs = OwnedFd::from(theirs);
     let number = theirs.as_raw_fd();
     let mut command = crate::child::own_program();
     command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
     command.arg("--file").arg(&project.file).arg("--name").arg(&project.name);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    // SAFETY: between fork and exec only async-signal-safe system calls are made (setsid, fcntl), nothing allocates.
-    unsafe {
-        command.pre_exec(move || {
-            rustix::process::setsid()?;
-            let fd = rustix::fd::BorrowedFd::borrow_raw(number);
-            rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
-            Ok(())
-        });
-    }
+    daemon::detach(&mut command, Some(theirs.as_fd()));
     let started = command.spawn().map_err(|e| no_process(&e)).context("the supervisor can't be started")?;
     drop(theirs);
     let mut peer = Peer::new(ours);
@@ -323,35 +316,54 @@ pub fn attach(project: &Project, signals: Signals) -> anyhow::Result<()> {
 /// When it can't be run.
 pub fn exec(project: &Project, request: &Request) -> anyhow::Result<i32> {
     let mut peer = living(project, request)?;
+    let unread = Arc::new(OnceLock::new());
     if matches!(request, Request::Exec { input: true, .. }) {
-        let socket = peer.socket();
-        // Ends with the process: a read of a terminal can't be called off.
-        thread::start("input", move || {
-            let mut buffer = vec![0; CHUNK];
-            loop {
-                let message = match std::io::stdin().read(&mut buffer) {
-                    Ok(n) if n > 0 => Feed::Input(BASE64.encode(&buffer[..n])),
-                    Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
-                    _ => Feed::End,
-                };
-                if peer::send(&socket, &message).is_err() || matches!(message, Feed::End) {
-                    break;
-                }
-            }
-        })?;
+        feed(peer.socket(), unread.clone())?;
     }
     let mut code = None;
     loop {
-        match peer.receive::<Event>()? {
+        let event = match peer.receive::<Event>() {
+            Ok(None) | Err(_) if unread.get().is_some() => None,
+            event => event?,
+        };
+        match event {
             Some(Event::Out { data }) => write(&mut std::io::stdout().lock(), &BASE64.decode(data)?)?,
             Some(Event::Err { data }) => write(&mut std::io::stderr().lock(), &BASE64.decode(data)?)?,
             Some(Event::Exit { code: c }) => code = Some(c),
             Some(Event::Done) => return code.context("the command's exit code is missing"),
             Some(Event::Failed { message }) => anyhow::bail!("{message}"),
             Some(_) => {}
-            None => return Err(peer.broken("the supervisor died while the command ran")),
+            None => match unread.get() {
+                Some(why) => anyhow::bail!("the input can't be read: {why}; the command is killed"),
+                None => return Err(peer.broken("the supervisor died while the command ran")),
+            },
         }
     }
+}
+
+/// Sends this process's input. One that can't be read ends the connection, and with it the command, rather than the input: `unread` has the reason then.
+/// The thread ends with the process: a read of a terminal can't be called off.
+fn feed(socket: Arc<UnixStream>, unread: Arc<OnceLock<std::io::Error>>) -> std::io::Result<()> {
+    let send = move || {
+        let mut buffer = vec![0; CHUNK];
+        loop {
+            let message = match std::io::stdin().read(&mut buffer) {
+                Ok(0) => Feed::End,
+                Ok(n) => Feed::Input(BASE64.encode(&buffer[..n])),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(e) => {
+                    let _first = unread.set(e);
+                    // It fails where the supervisor has gone.
+                    let _gone = socket.shutdown(std::net::Shutdown::Both);
+                    return;
+                }
+            };
+            if peer::send(&socket, &message).is_err() || matches!(message, Feed::End) {
+                return;
+            }
+        }
+    };
+    thread::start("input", send).map(drop)
 }
 
 pub(super) fn write(to: &mut impl Write, bytes: &[u8]) -> anyhow::Result<()> {

@@ -479,6 +479,47 @@ mod tests {
         assert_tree(&into.join("src"), 0o4000);
     }
 
+    /// A user whose own folders may refuse him. The kernel asks each thread for its user id.
+    fn as_user<T: Send>(user: u32, work: impl FnOnce() -> T + Send) -> T {
+        let ids = || {
+            // SAFETY: the calls change the ids of this thread alone, which ends after the work.
+            unsafe {
+                assert_eq!(libc::syscall(libc::SYS_setresgid, user, user, user), 0);
+                assert_eq!(libc::syscall(libc::SYS_setresuid, user, user, user), 0);
+            }
+            work()
+        };
+        std::thread::scope(|scope| scope.spawn(ids).join().unwrap())
+    }
+
+    #[test]
+    fn folders_that_their_owner_may_not_write_to_come_from_a_guest_twice_and_a_copy_that_fails_leaves_none() {
+        const USER: u32 = 54_343;
+        let there = tempfile::tempdir().unwrap();
+        let source = there.path().join("src");
+        fs::create_dir_all(source.join("closed/inner")).unwrap();
+        fs::write(source.join("closed/inner/data"), "data").unwrap();
+        for folder in ["closed/inner", "closed", ""] {
+            fs::set_permissions(source.join(folder), fs::Permissions::from_mode(0o555)).unwrap();
+        }
+        let sent = guest(SEND, &[source.to_str().unwrap(), "r"], &mut io::empty()).stdout;
+        let here = tempfile::tempdir().unwrap();
+        std::os::unix::fs::chown(here.path(), Some(USER), Some(USER)).unwrap();
+        let target = here.path().join("copy");
+        as_user(USER, || {
+            fs::create_dir(&target).unwrap();
+            arrive(&sent, here.path(), &target).unwrap();
+            assert_eq!(fs::read(target.join("closed/inner/data")).unwrap(), b"data");
+            assert_eq!((mode(&target.join("closed")), mode(&target.join("closed/inner"))), (0o555, 0o555));
+            // There, a file is in the way of a folder.
+            let other = here.path().join("other");
+            fs::create_dir(&other).unwrap();
+            fs::write(other.join("closed"), "").unwrap();
+            assert!(arrive(&sent, here.path(), &other).is_err());
+        });
+        assert_eq!(names(here.path()), ["copy", "other"]);
+    }
+
     #[test]
     fn what_a_guest_sends_stays_in_the_folder_that_was_named() {
         let here = tempfile::tempdir().unwrap();

@@ -9,6 +9,7 @@ use clap::Args;
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::project::control::{Event, Request};
+use crate::project::state::StateDir;
 
 /// `tombolo events`
 #[derive(Args, Debug)]
@@ -34,15 +35,21 @@ fn parse_time(text: &str) -> Result<SystemTime, String> {
 /// Prints events until the project is down.
 ///
 /// # Errors
-/// When the project is not up.
+/// When the project is not up, its supervisor dies, or this command is too slow for it.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let since =
         options.since.map(|t| t.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64());
-    let mut peer = client::living(&options.file.identify()?, &Request::Events { since })?;
+    let project = options.file.identify()?;
+    let dir = StateDir::of(&project)?;
+    let mut peer = client::living(&project, &Request::Events { since })?;
     while let Some(event) = peer.receive::<Event>()? {
         if let Event::Happened(entry) = event {
             say(&if json { serde_json::to_string(&entry)? } else { entry.to_string() })?;
         }
+    }
+    // A supervisor that was told to end takes its folder along.
+    if dir.path().exists() {
+        return Err(peer.broken("the supervisor died; everything it had started is gone with it"));
     }
     Ok(ExitCode::SUCCESS)
 }

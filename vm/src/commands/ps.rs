@@ -64,6 +64,7 @@ fn all_running(
     ask: impl Fn(&Found) -> anyhow::Result<Option<Status>> + Sync,
 ) -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
     let (mut projects, mut silent) = (Vec::new(), Vec::new());
+    silent.extend(state::hidden()?.iter().map(|hidden| anyhow::anyhow!("{hidden}")));
     let supervisors = state::supervisors()?;
     // Those that don't answer are waited for at the same time.
     for answer in crate::thread::all("ask", supervisors.iter().map(|found| || ask(found))) {

@@ -173,7 +173,7 @@ fn dry_run(mut project: Project, wish: Wish, json: bool) -> anyhow::Result<ExitC
             network::settle(&mut project.compose, &std::collections::BTreeMap::new());
             let wanted = Side::declared(&project.name, &project.compose);
             let actions = changes::plan(&Side::default(), &wanted, &wish.with_dependencies(&project.compose));
-            let examined = preflight::examine(&project, &Side::default(), &actions, promised);
+            let examined = preflight::examine(&project, &Side::default(), &actions, promised, |_| false);
             (actions, examined.err().map(|e| format!("{e:#}")))
         }
     };

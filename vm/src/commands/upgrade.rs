@@ -54,10 +54,15 @@ pub fn run(options: Options, json: bool) -> anyhow::Result<ExitCode> {
             "projects that run under another root folder go on as they did: {elsewhere}; to upgrade them: 'tombolo upgrade --all' there"
         );
     }
-    if found.is_empty() && elsewhere == 0 && !json {
+    let mut code = ExitCode::SUCCESS;
+    let hidden = state::hidden()?;
+    for hidden in &hidden {
+        crate::say!("{hidden}");
+        code = ExitCode::FAILURE;
+    }
+    if found.is_empty() && elsewhere == 0 && hidden.is_empty() && !json {
         crate::say!("nothing runs");
     }
-    let mut code = ExitCode::SUCCESS;
     for found in found {
         // One that has ended meanwhile needs none.
         let asked =

@@ -22,7 +22,7 @@ use super::hotplug::Ports;
 use super::partition;
 use super::state::State;
 use super::{Exit, Held, Machine, Phase, QUIT, Start};
-use crate::child::{self, Guarded};
+use crate::child::{self, Guarded, Handle};
 use crate::compose::Ready;
 use crate::compose::disks::Format;
 use crate::guest::agent::Agent;
@@ -62,6 +62,7 @@ impl Sockets {
     /// Returns this process' side and QEMU's.
     fn pairs() -> io::Result<(Sockets, Sockets)> {
         let (monitor, qemus_monitor) = UnixStream::pair()?;
+        qmp::ask_for_sender(&monitor)?;
         let (console, qemus_console) = UnixStream::pair()?;
         let (agent, qemus_agent) = UnixStream::pair()?;
         let (log, qemus_log) = UnixStream::pair()?;
@@ -140,6 +141,7 @@ fn command(
     command.stdout(Stdio::from(OwnedFd::from(qemus.log.try_clone()?)));
     command.stderr(Stdio::from(OwnedFd::from(qemus.log)));
     child::tie(&mut command, &inherited.0);
+    child::shield(&mut command);
     if let Some(group) = &start.group {
         child::enter(&mut command, group.procs())?;
     }
@@ -237,8 +239,11 @@ impl Machine {
         match Qmp::connect_within(monitor, limit, self.events()) {
             Ok(qmp) => {
                 self.mark("monitor answers");
+                let sender = qmp.sender();
                 let _set_once = self.qmp.set(qmp);
-                Ok(())
+                sender
+                    .filter(|sender| *sender != self.pid)
+                    .map_or(Ok(()), |other| Err(self.refuse_wrapper(other)))
             }
             Err(e) => {
                 // One that has ended by itself says how.
@@ -252,6 +257,18 @@ impl Machine {
                 ))
             }
         }
+    }
+
+    /// Ends a QEMU that another process has started than this one: nothing would end it where this process is killed, and its end is not seen.
+    fn refuse_wrapper(&self, qemu: u32) -> anyhow::Error {
+        self.process.kill();
+        Handle::of(qemu).kill();
+        self.wait_end(QUIT);
+        self.failure(&format!(
+            "its QEMU (process {qemu}) was started by the program of the key 'qemu' (process {}), which has not become it: it would outlive a supervisor \
+             that is killed; write exec before QEMU's name in that script",
+            self.pid
+        ))
     }
 
     /// Pins the VM's memory for its bypassed devices. Ends QEMU if that fails.
@@ -281,6 +298,8 @@ impl Machine {
         let watch = move || {
             if let Ok(qemu) = &qemu {
                 qemu.wait_end();
+                // What a script has started beside QEMU, or instead of becoming it.
+                qemu.end_group();
                 machine.await_monitor_end();
             }
             let inside = BACKGROUND.enter("the end of a VM");

@@ -64,9 +64,9 @@ impl Machine {
         let quit = || QUIT.min(remaining(until).saturating_sub(KILL));
         let told = match self.qmp() {
             Ok(monitor) => monitor.execute_within(qmp::quit {}, quit()).is_ok(),
-            // An upgrade has lost it.
+            // An upgrade has lost it. QEMU does not hear SIGTERM (see `child::shield`).
             Err(_) if was_up => {
-                self.process.signal(Signal::TERM);
+                self.process.signal(Signal::INT);
                 true
             }
             Err(_) => false,

@@ -39,6 +39,11 @@ pub use nic::Nic;
 /// Longest path of a Unix socket, in bytes.
 const SOCKET_MAX: usize = 107;
 
+/// Time for a switch to say what is up, and for a passt to be started again.
+const SOON: Duration = Duration::from_secs(1);
+/// Longer than a passt runs that can't have its ports.
+const MOMENT: Duration = Duration::from_millis(200);
+
 /// A network of a running project.
 #[derive(Debug)]
 pub struct Network {
@@ -119,6 +124,37 @@ impl Network {
     /// The ports of the host that it forwards, by VM.
     pub fn forwards(&self) -> BTreeMap<String, Vec<Forward>> {
         self.switch.uplinks().iter().map(|(vm, (_, forwards))| (vm.clone(), forwards.clone())).collect()
+    }
+
+    /// Returns whether a VM has its ports of the host: the passt that forwards them runs on. `None`: it has none here, or the switch does not answer.
+    pub fn has_ports(&self, vm: &str) -> Option<bool> {
+        let uplinks = self.switch.uplinks();
+        let (uplink, _) = uplinks.get(vm).filter(|(_, forwards)| !forwards.is_empty())?;
+        let name = uplink.name.clone();
+        drop(uplinks);
+        let is_up = || {
+            let answer = self.switch.ask_within::<Ports>(&Request::Ports, SOON).ok()?;
+            Some(answer.ports.iter().any(|port| port.name == name && port.up))
+        };
+        if !is_up()? {
+            return Some(false);
+        }
+        // One that can't have them runs for a moment each time that it is started.
+        std::thread::sleep(MOMENT);
+        is_up()
+    }
+
+    /// Waits for a passt that has just ended to be started again, and returns whether a VM has its ports then; also where it has none here, or the switch does
+    /// not answer.
+    pub fn await_ports(&self, vm: &str) -> bool {
+        let begun = Instant::now();
+        while self.has_ports(vm) == Some(false) {
+            if begun.elapsed() >= SOON {
+                return false;
+            }
+            std::thread::sleep(MOMENT);
+        }
+        true
     }
 
     /// The control socket of its switch.
@@ -335,8 +371,16 @@ impl Switch {
     }
 
     fn ask<T: DeserializeOwned>(&self, request: &Request<Port, UplinkConfig>) -> anyhow::Result<T> {
+        self.ask_within(request, ANSWER)
+    }
+
+    fn ask_within<T: DeserializeOwned>(
+        &self,
+        request: &Request<Port, UplinkConfig>,
+        limit: Duration,
+    ) -> anyhow::Result<T> {
         let who = ("switch", "it may be starting");
-        let answer = socket::ask::<Answer<T>>(&self.control(), request, Some(ANSWER), who);
+        let answer = socket::ask::<Answer<T>>(&self.control(), request, Some(limit), who);
         let (value, _) = answer.with_context(|| format!("net.{}", self.name))?;
         Ok(value)
     }
@@ -354,7 +398,7 @@ impl Service for Switch {
         let mut command = crate::child::own_program();
         command.args(["net", "run", "--config"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        child::tie_to_end(&mut command, Signal::TERM, &[]);
+        child::tie_own(&mut command, Signal::TERM, &[]);
         Ok((Guarded::spawn(command)?, ()))
     }
 

@@ -21,7 +21,8 @@ pub struct Ready {
     pub vms: Vec<(String, VmSpec, Option<kit::Boot>)>,
 }
 
-/// Looks whether what a plan starts can be had; `promised` is the memory that running VMs may still take, in bytes.
+/// Looks whether what a plan starts can be had; `promised` is the memory that running VMs may still take, in bytes;
+/// `has_ports` tells whether a VM that runs has its ports of the host.
 ///
 /// # Errors
 /// Names the key, what is wrong with it, and the remedy.
@@ -30,15 +31,16 @@ pub fn examine(
     running: &Side,
     actions: &[Action],
     promised: impl FnOnce() -> u64,
+    has_ports: impl Fn(&str) -> bool,
 ) -> anyhow::Result<Ready> {
     let qemu = Arc::new(Qemu::find(project.compose.qemu.as_deref())?);
     let near = project.file.parent().unwrap_or(Path::new("/"));
     let mut vms = Vec::new();
-    // Those of VMs that are started go from one to another.
+    // Those of VMs that are started go from one to another. One that a VM could not keep is another program's, or nobody's.
     let started = |vm: &String| actions.iter().any(|action| action.starts(vm));
     let own =
-        running.forwards.iter().filter(|(vm, _)| started(vm)).flat_map(|(_, forwards)| forwards.clone());
-    let own: Vec<_> = own.collect();
+        running.forwards.iter().filter(|(vm, forwards)| started(vm) && !forwards.is_empty() && has_ports(vm));
+    let own: Vec<_> = own.flat_map(|(_, forwards)| forwards.clone()).collect();
     for action in actions {
         let (Action::Start { kind: Kind::Vm, name } | Action::Restart { name, .. }) = action else {
             continue;

@@ -59,16 +59,28 @@ pub struct Signals {
     heard: AtomicBool,
 }
 
-/// From here on these signals are told rather than end the process.
+/// From here on these signals are told rather than end the process. A process that was started to ignore SIGHUP, as by nohup(1), goes on to ignore it.
 ///
 /// # Errors
 /// When they can't be caught.
 pub fn signals() -> anyhow::Result<Signals> {
     let (reader, writer) = UnixStream::pair()?;
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+    let all = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
+    for signal in
+        all.into_iter().filter(|signal| *signal != signal_hook::consts::SIGHUP || !is_ignored(*signal))
+    {
         signal_hook::low_level::pipe::register(signal, writer.try_clone()?)?;
     }
     Ok(Signals { reader, heard: AtomicBool::new(false) })
+}
+
+fn is_ignored(signal: i32) -> bool {
+    // SAFETY: the call changes nothing, and sets `action`.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &raw mut action) == 0
+            && action.sa_sigaction == libc::SIG_IGN
+    }
 }
 
 impl Signals {

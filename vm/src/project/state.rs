@@ -6,9 +6,12 @@
 //! input, a [`Door`] that is named for the project's [`Identity`], and QEMU talks to it over inherited descriptors. So a project is found by its
 //! compose file alone, whatever becomes of this folder, and nothing has to be swept up after a crash but that.
 
+use std::ffi::OsStr;
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -132,7 +135,11 @@ pub fn random_hex(n: usize) -> String {
 /// Those of the file system, with the path.
 pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension(format!("new-{}", std::process::id()));
-    let written = File::create(&temporary)
+    let mut file = File::options();
+    // Whatever the umask allows, others may not write to it.
+    let file = file.write(true).create(true).truncate(true).mode(0o644);
+    let written = file
+        .open(&temporary)
         .and_then(|mut file| file.write_all(content))
         .and_then(|()| fs::rename(&temporary, path));
     written.map_err(|e| {
@@ -153,10 +160,15 @@ const DOOR_NUMBER: u32 = 0;
 /// was started under this path (see [`Identity::is_of`]).
 ///
 /// # Errors
-/// When /proc can't be read.
+/// When /proc can't be read, or the supervisor lives and this process may not look at it.
 pub fn supervisor(file: &Path) -> io::Result<Option<Found>> {
     let wanted = Identity::of(file);
     let found = doors_of(&wanted, file)?;
+    if found.is_empty() {
+        if let Some(hidden) = hidden()?.into_iter().find(|hidden| hidden.file.as_deref() == Some(file)) {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, hidden.to_string()));
+        }
+    }
     let same_folder = found.iter().position(|door| {
         Identity::of_door(door.name()).is_some_and(|identity| identity.has_folder_of(&wanted))
     });
@@ -180,6 +192,61 @@ pub fn supervisors() -> io::Result<Vec<Found>> {
     let mut all = door::find(|n| n.starts_with(DOOR), Some(DOOR_NUMBER))?;
     all.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(all)
+}
+
+/// A supervisor of this user that this process may not look at: it has capabilities that this process lacks.
+#[derive(Debug)]
+pub struct Hidden {
+    process: u32,
+    /// The compose file under which it was started; `None`: it was upgraded since.
+    file: Option<PathBuf>,
+}
+
+impl fmt::Display for Hidden {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Hidden { process, file } = self;
+        let of = file.as_ref().map(|file| format!(" of {}", file.display())).unwrap_or_default();
+        write!(
+            f,
+            "a supervisor{of} lives (process {process}), and this command may not look at it, as it has capabilities that the command lacks \
+             ('grep Cap /proc/{process}/status'); run the command with the same ones, or as root"
+        )
+    }
+}
+
+impl Hidden {
+    /// The supervisor that a process is by its command line, which every process may read.
+    fn of(process: u32, line: &[u8]) -> Option<Hidden> {
+        let mut words = line.split(|&byte| byte == 0);
+        if words.next() != Some(b"tombolo") || !matches!(words.next(), Some(b"supervise" | b"supervise-on")) {
+            return None;
+        }
+        let file = words.skip_while(|word| *word != b"--file").nth(1);
+        Some(Hidden { process, file: file.map(|file| OsStr::from_bytes(file).into()) })
+    }
+}
+
+/// Supervisors of this user that this process may not look at.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn hidden() -> io::Result<Vec<Hidden>> {
+    let user = format!("\nUid:\t{}\t", rustix::process::getuid().as_raw());
+    let mut hidden = Vec::new();
+    for entry in fs::read_dir("/proc")?.filter_map(Result::ok) {
+        let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let path = entry.path();
+        let door = fs::read_link(path.join("fd").join(DOOR_NUMBER.to_string()));
+        if !door.is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied) {
+            continue;
+        }
+        // One that ends meanwhile is none.
+        let found = Hidden::of(process, &fs::read(path.join("cmdline")).unwrap_or_default());
+        if found.is_some() && fs::read_to_string(path.join("status")).is_ok_and(|text| text.contains(&user)) {
+            hidden.extend(found);
+        }
+    }
+    Ok(hidden)
 }
 
 /// The number of supervisors of this user that live under another root folder, such as in a container.

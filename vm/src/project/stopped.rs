@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -85,7 +85,9 @@ fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
 /// Keeps other commands from changing lists until it is dropped. Other users may open the folder, and what they can open they could lock.
 fn lock() -> io::Result<File> {
     let dir = dir();
-    std::fs::create_dir_all(&dir).map_err(|e| state::at(&dir, &e))?;
+    // Whatever the umask allows, others may not write to it.
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir);
+    made.map_err(|e| state::at(&dir, &e))?;
     let path = dir.join("lock");
     let file = File::options().create(true).append(true).mode(0o600).open(&path);
     file.and_then(|file| lock::take(&file, &path, LOCK).map(|()| file)).map_err(|e| state::at(&path, &e))

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{DumpableBehavior, Resource, Rlimit};
 use tombolo_zone::door::Door;
 
 use crate::child::main_thread;
@@ -238,6 +238,7 @@ fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Ownershi
     let folder =
         Folder::of(&project.file).with_context(|| format!("the folder of {}", project.file.display()))?;
     let Some(door) = state.open_door(&project.file, &folder)? else { return Ok(None) };
+    be_seen()?;
     crate::log::open(&state.path().join("supervisor.log"))?;
     // Those of a supervisor that was killed: what they lie over may have changed since.
     disks::discard(state, None);
@@ -245,6 +246,11 @@ fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Ownershi
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
     Ok(Some(Ownership { lock: Some(lock), door, folder: Some(folder) }))
+}
+
+/// Lets other processes of this user that have no fewer capabilities look at this one, also where its program's file gives it some.
+fn be_seen() -> std::io::Result<()> {
+    Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?)
 }
 
 impl Supervisor {

@@ -2,7 +2,6 @@
 //! Invites and expels VMs, and starts the server that a zone then needs.
 
 use std::fs::File;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -132,10 +131,7 @@ fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
     let mut command = Command::new(program);
     command.args(["zone", "serve"]).arg(path).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     command.current_dir("/");
-    // SAFETY: setsid is safe between fork and exec.
-    unsafe {
-        command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into));
-    }
+    crate::daemon::detach(&mut command, None);
     command.spawn().with_context(|| format!("starting {}", program.display()))
 }
 

@@ -4,7 +4,6 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -120,13 +119,7 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     }
     command.arg("--").arg(&args.zone).arg(&args.directory);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // SAFETY: setsid is async-signal-safe.
-    unsafe {
-        command.pre_exec(|| {
-            rustix::process::setsid()?;
-            Ok(())
-        });
-    }
+    tombolo_zone::daemon::detach(&mut command, None);
     let mut child = command.spawn().context("starting the mount's process")?;
     let mut line = String::new();
     if let Some(out) = child.stdout.take() {

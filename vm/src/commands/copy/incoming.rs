@@ -16,6 +16,9 @@ use super::{MODE, SET_ID};
 /// The longest first line of what a guest sends, in bytes.
 const HEAD: usize = 64;
 
+/// The rights of a folder's owner.
+const OWNER: u32 = 0o700;
+
 /// A file or folder that comes from a guest.
 pub(super) struct Incoming<'a> {
     /// Where it gets its final name.
@@ -32,7 +35,7 @@ enum State {
         mode: u32,
     },
     Tree {
-        dir: tempfile::TempDir,
+        dir: Scratch,
         mode: u32,
         writer: UnixStream,
         /// None: it has been waited for.
@@ -79,7 +82,7 @@ impl<'a> Incoming<'a> {
         if kind == 'f' {
             return Ok(State::File { file: name.tempfile_in(self.folder)?, mode });
         }
-        let dir = name.tempdir_in(self.folder)?;
+        let dir = Scratch(Some(name.tempdir_in(self.folder)?));
         let (reader, writer) = UnixStream::pair()?;
         let into = dir.path().to_owned();
         let unpacked = crate::thread::start("tar", move || {
@@ -110,12 +113,54 @@ impl<'a> Incoming<'a> {
                 }
                 fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode))?;
                 fs::rename(dir.path(), target)?;
-                // It has another name now.
-                let _moved = dir.keep();
+                dir.has_moved();
             }
         }
         Ok(())
     }
+}
+
+/// A folder that goes with all that is in it, unless it has another name by then.
+struct Scratch(Option<tempfile::TempDir>);
+
+impl Scratch {
+    fn path(&self) -> &Path {
+        self.0.as_ref().map_or(Path::new(""), tempfile::TempDir::path)
+    }
+
+    /// It has another name now.
+    fn has_moved(mut self) {
+        if let Some(dir) = self.0.take() {
+            let _moved = dir.keep();
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Some(dir) = &self.0 {
+            open_all(dir.path());
+        }
+    }
+}
+
+/// Lets this user remove what is in a folder: a guest's folders may refuse their owner. What fails here is told of by the removal.
+fn open_all(folder: &Path) {
+    let _not_own = open(folder);
+    for entry in fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok) {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            open_all(&entry.path());
+        }
+    }
+}
+
+/// Gives the owner of a folder all rights to it. Returns its mode before.
+fn open(folder: &Path) -> io::Result<u32> {
+    let mode = fs::symlink_metadata(folder)?.permissions().mode() & MODE;
+    if mode & OWNER != OWNER {
+        fs::set_permissions(folder, fs::Permissions::from_mode(mode | OWNER))?;
+    }
+    Ok(mode)
 }
 
 /// An error that says where what came could not be written.
@@ -132,13 +177,20 @@ fn parse_head(head: &[u8]) -> Option<(char, u32)> {
 /// Moves what is in `from` into the folder `to`; files of the same name are replaced.
 fn merge(from: &Path, to: &Path) -> anyhow::Result<()> {
     anyhow::ensure!(fs::symlink_metadata(to)?.is_dir(), "{} is there and is no folder", to.display());
+    open(from)?;
     for entry in fs::read_dir(from)? {
         let entry = entry?;
         let (source, target) = (entry.path(), to.join(entry.file_name()));
-        if entry.file_type()?.is_dir() && target.symlink_metadata().is_ok() {
+        let named = || target.display().to_string();
+        if !entry.file_type()?.is_dir() {
+            fs::rename(&source, &target).with_context(named)?;
+        } else if target.symlink_metadata().is_ok() {
             merge(&source, &target)?;
         } else {
-            fs::rename(&source, &target).with_context(|| target.display().to_string())?;
+            // A folder moves only if its owner may write to it.
+            let mode = open(&source)?;
+            fs::rename(&source, &target).with_context(named)?;
+            fs::set_permissions(&target, fs::Permissions::from_mode(mode)).with_context(named)?;
         }
     }
     Ok(())

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use rustix::process::Signal;
 use serde::de::DeserializeOwned;
 use tombolo_control::accel::{Answer, Listing, Request};
 use tombolo_control::socket::Answer as _;
@@ -136,7 +137,7 @@ impl Service for Server {
             command.arg("--cgroup").arg(cgroup);
         }
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
-        child::tie(&mut command, &[]);
+        child::tie_own(&mut command, Signal::KILL, &[]);
         Ok((Guarded::spawn(command)?, Peer::new(ours)))
     }
 

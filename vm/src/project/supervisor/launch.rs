@@ -74,8 +74,17 @@ impl Supervisor {
         }
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
-        report(Stage::Up, &format!("{:.1} s{growing}{missing}", status.uptime));
+        let unreached = self.unreached(machine.name()).unwrap_or_default();
+        report(Stage::Up, &format!("{:.1} s{growing}{missing}{unreached}", status.uptime));
         Ok(())
+    }
+
+    /// That no port of the host leads to a VM, for the end of a message; `None`: those that the file names do.
+    fn unreached(&self, vm: &str) -> Option<String> {
+        let networks: Vec<_> = self.lock().networks.values().cloned().collect();
+        let without = networks.iter().find(|network| !network.await_ports(vm))?;
+        let log = without.log();
+        Some(format!(", but no port of the host leads to it: its passt does not run; see {}", log.display()))
     }
 
     /// Starts QEMU, adds the machine to the project's, and waits until its monitor answers.

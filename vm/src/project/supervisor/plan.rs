@@ -42,9 +42,16 @@ impl Supervisor {
     /// The answer to a dry run.
     pub(super) fn planned(&self, mut project: Project, wish: &Wish) -> Event {
         let (running, actions) = self.plan(&mut project, wish);
-        let examined = preflight::examine(&project, &running, &actions, || self.promised())
-            .and_then(|_| self.check_owners(&project, &started(&actions).collect()));
+        let examined =
+            preflight::examine(&project, &running, &actions, || self.promised(), |vm| self.has_ports(vm))
+                .and_then(|_| self.check_owners(&project, &started(&actions).collect()));
         Event::Plan { actions, refused: examined.err().map(|e| format!("{e:#}")) }
+    }
+
+    /// Returns whether the ports of the host that lead to a VM are its own; a switch that does not answer is believed to have them.
+    pub(super) fn has_ports(&self, vm: &str) -> bool {
+        let networks: Vec<_> = self.lock().networks.values().cloned().collect();
+        networks.iter().all(|network| network.has_ports(vm) != Some(false))
     }
 
     fn sides(&self, project: &mut Project) -> (Side, Side) {

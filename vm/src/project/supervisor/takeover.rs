@@ -58,6 +58,7 @@ pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     let queue = main_thread::claim();
     // By the descriptor under which it was started it would be a number.
     rustix::thread::set_name(c"tombolo")?;
+    super::be_seen()?;
     let (fd, text) = upgrade::text(state)?;
     let mut state = match upgrade::read::<State>(&text) {
         Ok(state) => state,

@@ -59,7 +59,8 @@ impl Supervisor {
             reporter.send(&Event::Note { text });
         }
         let (running, actions) = self.plan(&mut project, wish);
-        let ready = preflight::examine(&project, &running, &actions, || self.promised())?;
+        let (promised, has_ports) = (|| self.promised(), |vm: &str| self.has_ports(vm));
+        let ready = preflight::examine(&project, &running, &actions, promised, has_ports)?;
         let placements = self.placements(&project, &ready.vms)?;
         for (name, plan) in &placements {
             placement::check_isolation(&project.compose, name, plan)?;
