@@ -246,6 +246,10 @@ def names(program):
             if text_there is None:
                 yield path, command, f"'tombolo {' '.join(at)}' can't be run"
                 continue
+            usage = re.search(r"^Usage: (.*)", text_there, flags=re.M)[1].replace("[OPTIONS]", "").replace("[COMMAND]", "")
+            free = [w for w, before in zip(rest, ["", *rest]) if not w.startswith("-") and not before.startswith("-")]
+            if free and not re.search(r"[<\[]", usage):
+                yield path, command, f"'tombolo {' '.join(at)}' takes no '{free[0]}'"
             for word in rest:
                 wanted = re.match(r"(--[a-z][\w-]*)", word)
                 short = re.fullmatch(r"-[a-zA-Z]", word)
