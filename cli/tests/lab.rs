@@ -8,7 +8,7 @@ mod common;
 #[test]
 fn a_vm_of_a_compose_file_gets_its_device_and_memory_and_the_device_goes_back_on_down_and_after_a_crash() {
     let lab = Lab::start("device", &[]);
-    let card = lab.card();
+    let card = lab.card("e1000e");
     lab.good(&format!(
         "cat >tombolo.toml <<'END'\n\
          [vm.grows]\nkernel = \"6.12\"\nhypervisor = \"kvm\"\nmemory = \"1536M\"\nboot_memory = \"512M\"\ndevices = [\"{card}\"]\nready_timeout = 600\n\

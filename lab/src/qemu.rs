@@ -2,7 +2,7 @@
 //! The QEMU that emulates the host, and its command line.
 //!
 //! The host has fixed devices, so that tests can name them: behind root port 10.0 an e1000e in a group of its own (with
-//! [`NETWORK_PEERS`]), behind 11.0 an NVMe disk on node 1, behind 12.0 two e1000e functions in one group, behind 13.0 an igb where QEMU has it, and at 15.0 an
+//! [`NETWORK_PEERS`]), behind 11.0 an NVMe disk on node 1, behind 12.0 two e1000e functions in one group, behind 13.0 an igb with these peers where QEMU has it, and at 15.0 an
 //! NVMe disk that plays the host's own.
 
 use std::fs::File;
@@ -209,7 +209,7 @@ fn nodes(list: &mut List, cpus: u32, memory_mib: u64) {
     list.pair("-numa", "dist,src=0,dst=1,val=20");
 }
 
-/// Whom the first card reaches: 10.0.2.100 answers on port 7 by the SHA-256 of what it was sent, and sends a million numbers from port 19.
+/// Whom the first card and the igb reach: 10.0.2.100 answers on port 7 by the SHA-256 of what it was sent, and sends a million numbers from port 19.
 const NETWORK_PEERS: &str =
     ",guestfwd=tcp:10.0.2.100:7-cmd:sha256sum,guestfwd=tcp:10.0.2.100:19-cmd:seq 1000000";
 
@@ -234,7 +234,7 @@ fn devices(list: &mut List, qemu: &Qemu, folder: &Path) {
     list.pair("-device", "e1000e,netdev=net1,bus=rp3,addr=00.0,multifunction=on,romfile=");
     list.pair("-device", "e1000e,netdev=net2,bus=rp3,addr=00.1,romfile=");
     if qemu.has_igb() {
-        list.pair("-netdev", "user,id=net3,restrict=on");
+        list.pair("-netdev", &format!("user,id=net3,restrict=on{NETWORK_PEERS}"));
         list.pair("-device", "pcie-root-port,id=rp2,chassis=3,bus=pcie.0,addr=13.0");
         list.pair("-device", "igb,netdev=net3,bus=rp2,romfile=");
     }

@@ -59,11 +59,11 @@ impl Lab {
         self.good(&format!("basename $(readlink /sys/bus/pci/devices/{device}/driver)")).trim().to_owned()
     }
 
-    /// The address of the network card that is alone in its IOMMU group.
-    pub fn card(&self) -> String {
+    /// The address of the network card that has this driver and is alone in its IOMMU group.
+    pub fn card(&self, driver: &str) -> String {
         let list = self.json("tombolo passthrough list --json");
         let card = list.as_array().unwrap().iter().find(|d| {
-            d["driver"] == "e1000e" && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
+            d["driver"] == driver && d["group_members"].as_array().is_some_and(|members| members.len() == 1)
         });
         card.unwrap()["address"].as_str().unwrap().to_owned()
     }

@@ -45,7 +45,7 @@ enum tbp_ioctl {
 	TBP_IOC_PIN = _IOW('t', 0x70, struct tbp_pin),
 	/* Adds a device to the session: it has vfio-pci, is alone in its IOMMU group and can be reset. Its DMA stays as it is. */
 	TBP_IOC_ADD = _IOW('t', 0x71, struct tbp_device),
-	/* DMA of a device goes untranslated, once a VM has its group. */
+	/* Resets a device and lets its DMA go untranslated, once a VM has its group. */
 	TBP_IOC_ON = _IOW('t', 0x72, struct tbp_device),
 	/* DMA of a device is blocked, until the next TBP_IOC_ON or until the VM has given its group back. */
 	TBP_IOC_OFF = _IOW('t', 0x73, struct tbp_device),
@@ -53,14 +53,16 @@ enum tbp_ioctl {
 
 /*
  * Guest module and supervisor. The guest fills a page with a request and writes the page's guest-physical address, as 16 hexadecimal digits
- * and a newline, to an I/O port, which is one of QEMU's isa-debugcon. The supervisor answers in the page and sets `status` last.
+ * and a newline, to an I/O port, which is one of QEMU's isa-debugcon. The supervisor takes the request up, answers in the page and sets
+ * `status` last. The guest may withdraw a request until the supervisor has taken it up: both do so by compare and exchange of `status`, so a
+ * request that the guest has given up is never carried out.
  */
 #define TBP_PORT 0x5b0
 /* What the port reads. */
 #define TBP_PORT_READS 0x7b
 
 #define TBP_MAGIC 0x50594254 /* "TBYP" */
-#define TBP_VERSION 1
+#define TBP_VERSION 2
 #define TBP_DEVICES 16 /* of a VM, at most */
 #define TBP_FRAMES 448 /* in one answer, at most */
 #define TBP_NO_FRAME (~(__u64)0) /* no memory of the VM that is in huge pages */
@@ -76,6 +78,8 @@ enum tbp_status {
 	TBP_PENDING = 0,
 	TBP_DONE = 1,
 	TBP_REFUSED = 2,
+	TBP_TAKEN = 3, /* by the supervisor, which is going to answer */
+	TBP_WITHDRAWN = 4, /* by the guest */
 };
 
 /* Little endian, as every guest is. */

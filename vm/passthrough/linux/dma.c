@@ -90,7 +90,13 @@ static struct tbp_bounce *tbp_bounce_alloc(size_t size, unsigned int offset)
 	return bounce;
 }
 
-static dma_addr_t tbp_bounce_map(void *memory, size_t size)
+/* Whether a device can address a mapping. A driver that has set no mask has one of 32 bits. */
+static bool tbp_reaches(u64 mask, dma_addr_t dma, size_t size)
+{
+	return dma != DMA_MAPPING_ERROR && dma + size - 1 <= mask;
+}
+
+static dma_addr_t tbp_bounce_map(u64 mask, void *memory, size_t size)
 {
 	struct tbp_bounce *bounce = tbp_bounce_alloc(size, offset_in_page(memory));
 	unsigned long flags;
@@ -99,7 +105,7 @@ static dma_addr_t tbp_bounce_map(void *memory, size_t size)
 		return DMA_MAPPING_ERROR;
 	bounce->memory = memory;
 	bounce->dma = tbp_map_find(&tbp_guest_map, virt_to_phys(bounce->buffer), size);
-	if (bounce->dma == DMA_MAPPING_ERROR) {
+	if (!tbp_reaches(mask, bounce->dma, size)) {
 		tbp_bounce_free(bounce);
 		return DMA_MAPPING_ERROR;
 	}
@@ -142,8 +148,11 @@ static dma_addr_t tbp_map_page(struct device *dev, struct page *page, unsigned l
 			       enum dma_data_direction dir, unsigned long attrs)
 {
 	dma_addr_t dma = tbp_map_find(&tbp_guest_map, page_to_phys(page) + offset, size);
+	u64 mask = min_not_zero(dma_get_mask(dev), dev->bus_dma_limit);
 
-	return dma != DMA_MAPPING_ERROR ? dma : tbp_bounce_map(page_address(page) + offset, size);
+	if (dma == DMA_MAPPING_ERROR)
+		return tbp_bounce_map(mask, page_address(page) + offset, size);
+	return tbp_reaches(mask, dma, size) ? dma : DMA_MAPPING_ERROR;
 }
 
 static void tbp_unmap_page(struct device *dev, dma_addr_t dma, size_t size, enum dma_data_direction dir,
@@ -233,7 +242,7 @@ static void tbp_sync_sg_for_device(struct device *dev, struct scatterlist *list,
 		tbp_sync_for_device(dev, sg_dma_address(sg), sg_dma_len(sg), dir);
 }
 
-/* Pages that are contiguous on the host. None is taken by its zone: what counts is the address on the host, which tbp_supported() has checked. */
+/* Pages that are contiguous on the host. None is taken by its zone: what counts is the address on the host. */
 static void *tbp_alloc(struct device *dev, size_t size, dma_addr_t *dma, gfp_t gfp, unsigned long attrs)
 {
 	void *memory;
@@ -243,7 +252,7 @@ static void *tbp_alloc(struct device *dev, size_t size, dma_addr_t *dma, gfp_t g
 	if (!memory)
 		return NULL;
 	*dma = tbp_map_find(&tbp_guest_map, virt_to_phys(memory), size);
-	if (*dma == DMA_MAPPING_ERROR) {
+	if (!tbp_reaches(min_not_zero(dev->coherent_dma_mask, dev->bus_dma_limit), *dma, size)) {
 		free_pages_exact(memory, size);
 		return NULL;
 	}

@@ -11,6 +11,7 @@
 
 #include <linux/delay.h>
 #include <linux/io.h>
+#include <linux/ioport.h>
 #include <linux/kexec.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -20,7 +21,7 @@
 
 #include "bypass_guest.h"
 
-/* For an answer of the supervisor, in milliseconds. */
+/* Looks for an answer of the supervisor before a request is withdrawn: some 20 seconds. */
 #define TBP_PATIENCE 20000
 
 static bool rebind;
@@ -34,55 +35,63 @@ static struct tbp_page *tbp_page;
 static u32 tbp_devices;
 static u32 tbp_functions[TBP_DEVICES];
 static bool tbp_is_on[TBP_DEVICES];
+static bool tbp_ending; /* under tbp_lock: the kernel ends */
+static bool tbp_withdrew; /* a request, whose page the supervisor may still look at */
 
-/* Writes the page's address to the port. QEMU takes each byte. */
+/* Writes the page's address to the port. QEMU takes each byte. The first newline ends what another has begun to write there. */
 static void tbp_ring(void)
 {
-	char line[18];
+	char line[19];
 	int i;
 
-	snprintf(line, sizeof(line), "%016llx\n", (u64)virt_to_phys(tbp_page));
-	for (i = 0; i < 17; i++)
+	snprintf(line, sizeof(line), "\n%016llx\n", (u64)virt_to_phys(tbp_page));
+	for (i = 0; i < 18; i++)
 		outb(line[i], TBP_PORT);
 }
 
-/* Sends the request that is in the page and waits for the answer; without sleep once other CPUs are gone. */
-static int tbp_ask(u16 operation, bool sleep)
+/*
+ * Sends the request that is in the page and waits for the answer. A request that the supervisor has not taken up after TBP_PATIENCE is
+ * withdrawn, if `withdraw` says so. Otherwise this waits on: a request to block DMA must be carried out, and one that the supervisor works on
+ * can't be taken back.
+ */
+static int tbp_ask(u16 operation, bool withdraw)
 {
-	unsigned int waited;
+	unsigned int looks;
 	u32 status;
 
 	tbp_page->magic = TBP_MAGIC;
 	tbp_page->version = TBP_VERSION;
 	tbp_page->operation = operation;
-	WRITE_ONCE(tbp_page->status, TBP_PENDING);
-	wmb();
+	/* The supervisor may look at the page for an earlier line. */
+	smp_store_release(&tbp_page->status, TBP_PENDING);
 	tbp_ring();
-	for (waited = 0; waited < TBP_PATIENCE; waited++) {
+	for (looks = 1;; looks++) {
 		status = smp_load_acquire(&tbp_page->status);
-		if (status != TBP_PENDING)
+		if (status == TBP_DONE || status == TBP_REFUSED)
 			return status == TBP_DONE ? 0 : -EPERM;
-		if (sleep)
-			usleep_range(500, 1000);
-		else
-			mdelay(1);
+		if (looks % TBP_PATIENCE == 0) {
+			/* Not cmpxchg(): a kernel with one CPU leaves out its lock prefix. */
+			if (withdraw && sync_cmpxchg(&tbp_page->status, TBP_PENDING, TBP_WITHDRAWN) == TBP_PENDING) {
+				tbp_withdrew = true;
+				return -ETIMEDOUT;
+			}
+			pr_warn("the host has not answered yet\n");
+		}
+		usleep_range(500, 1000);
 	}
-	/* The supervisor may answer later: it must not find another's memory. */
-	tbp_page = NULL;
-	return -ETIMEDOUT;
 }
 
-static int tbp_switch(u32 device, bool on, bool sleep)
+/* Asks for a device's DMA to go untranslated, or to be blocked. */
+static int tbp_switch(u32 device, bool on)
 {
-	if (!tbp_page)
-		return -ETIMEDOUT;
 	tbp_page->device = device;
-	return tbp_ask(on ? TBP_ON : TBP_OFF, sleep);
+	return tbp_ask(on ? TBP_ON : TBP_OFF, on);
 }
 
 static int tbp_read_map(void)
 {
 	u64 first = 0, frames;
+	u32 count;
 	int ret = tbp_ask(TBP_HELLO, true);
 
 	if (ret)
@@ -95,10 +104,11 @@ static int tbp_read_map(void)
 	ret = tbp_map_begin(&tbp_guest_map, tbp_page->page, frames, tbp_page->highest);
 	while (!ret && first < frames) {
 		tbp_page->first = first;
-		ret = tbp_ask(TBP_MAP, true) ?:
-		      tbp_map_take(&tbp_guest_map, first, tbp_page->count, tbp_page->frame);
+		ret = tbp_ask(TBP_MAP, true);
+		count = tbp_page->count;
 		if (!ret)
-			first += tbp_page->count;
+			ret = tbp_map_take(&tbp_guest_map, first, count, tbp_page->frame);
+		first += count;
 	}
 	return ret;
 }
@@ -113,6 +123,38 @@ static int tbp_find(struct pci_dev *pdev)
 	return -ENODEV;
 }
 
+static int tbp_found(struct resource *resource, void *unused)
+{
+	return 1;
+}
+
+/* Whether a kernel may start at a crash, with the device as the crash leaves it: memory is reserved for one. */
+static bool tbp_has_crash_kernel(void)
+{
+	return kexec_crash_loaded() || walk_iomem_res_desc(IORES_DESC_CRASH_KERNEL, IORESOURCE_SYSTEM_RAM | IORESOURCE_BUSY, 0,
+							   ~0ULL, NULL, tbp_found) == 1;
+}
+
+/* Has DMA go untranslated and gives the device its operations. Holds the module for as long as the device has them. */
+static int tbp_switch_on(struct pci_dev *pdev, u32 device)
+{
+	bool new = pdev->dev.dma_ops != &tbp_dma_ops;
+	int ret = -ESHUTDOWN;
+
+	if (new && !try_module_get(THIS_MODULE))
+		return ret;
+	mutex_lock(&tbp_lock);
+	if (!tbp_ending)
+		ret = tbp_switch(device, true);
+	tbp_is_on[device] = !ret;
+	mutex_unlock(&tbp_lock);
+	if (new && !ret)
+		set_dma_ops(&pdev->dev, &tbp_dma_ops);
+	else if (new)
+		module_put(THIS_MODULE);
+	return ret;
+}
+
 static void tbp_start(struct pci_dev *pdev, u32 device)
 {
 	int ret;
@@ -123,21 +165,14 @@ static void tbp_start(struct pci_dev *pdev, u32 device)
 		pci_warn(pdev, "stays translated: it is behind an IOMMU of this machine's own\n");
 		return;
 	}
-	if (kexec_crash_loaded()) {
-		pci_warn(pdev, "stays translated: a crash kernel is loaded, whose driver would write to the host's memory\n");
+	if (tbp_has_crash_kernel()) {
+		pci_warn(pdev, "stays translated: memory is reserved for a crash kernel, whose driver would write to the host's memory (crashkernel=, /sys/kernel/kexec_crash_size)\n");
 		return;
 	}
-	mutex_lock(&tbp_lock);
-	ret = tbp_switch(device, true, true);
-	mutex_unlock(&tbp_lock);
+	ret = tbp_switch_on(pdev, device);
 	if (ret) {
 		pci_warn(pdev, "the host refuses untranslated DMA (%d)\n", ret);
 		return;
-	}
-	tbp_is_on[device] = true;
-	if (pdev->dev.dma_ops != &tbp_dma_ops) {
-		set_dma_ops(&pdev->dev, &tbp_dma_ops);
-		__module_get(THIS_MODULE);
 	}
 #ifdef CONFIG_DMA_NEED_SYNC
 	pdev->dev.dma_skip_sync = false;
@@ -145,23 +180,21 @@ static void tbp_start(struct pci_dev *pdev, u32 device)
 	pci_info(pdev, "DMA goes untranslated\n");
 }
 
+/* A device whose DMA the host does not block keeps its operations: no driver may use it without. */
 static void tbp_block(struct pci_dev *pdev, u32 device)
 {
-	int ret;
-
-	if (!tbp_is_on[device])
-		return;
 	mutex_lock(&tbp_lock);
-	ret = tbp_switch(device, false, true);
+	if (tbp_is_on[device]) {
+		tbp_is_on[device] = tbp_switch(device, false);
+		if (tbp_is_on[device])
+			pci_err(pdev, "the host does not block its DMA, which goes untranslated\n");
+	}
 	mutex_unlock(&tbp_lock);
-	if (ret)
-		pci_warn(pdev, "the host does not answer; its DMA is still untranslated\n");
-	tbp_is_on[device] = false;
 }
 
-static void tbp_end(struct pci_dev *pdev)
+static void tbp_end(struct pci_dev *pdev, u32 device)
 {
-	if (pdev->dev.dma_ops != &tbp_dma_ops)
+	if (pdev->dev.dma_ops != &tbp_dma_ops || tbp_is_on[device])
 		return;
 	set_dma_ops(&pdev->dev, NULL);
 	module_put(THIS_MODULE);
@@ -184,7 +217,7 @@ static int tbp_bound(struct notifier_block *block, unsigned long action, void *d
 		break;
 	case BUS_NOTIFY_UNBOUND_DRIVER:
 		tbp_block(pdev, device);
-		tbp_end(pdev);
+		tbp_end(pdev, device);
 		break;
 	}
 	return NOTIFY_OK;
@@ -200,14 +233,17 @@ static int tbp_suspending(struct notifier_block *block, unsigned long action, vo
 
 static struct notifier_block tbp_pm_notifier = { .notifier_call = tbp_suspending };
 
-/* The drivers have stopped their devices; the next kernel may not have this module. */
+/* The drivers have stopped their devices; the next kernel may not have this module. Other CPUs may still run, and bind drivers. */
 static void tbp_shutdown(void)
 {
 	u32 i;
 
+	mutex_lock(&tbp_lock);
+	tbp_ending = true;
 	for (i = 0; i < tbp_devices; i++)
-		if (tbp_is_on[i] && tbp_switch(i, false, false))
-			pr_emerg("the host does not answer; DMA is still untranslated\n");
+		if (tbp_is_on[i] && tbp_switch(i, false))
+			pr_emerg("the host does not block DMA, which goes untranslated\n");
+	mutex_unlock(&tbp_lock);
 }
 
 #ifdef TBP_SYSCORE_HAS_DATA
@@ -238,6 +274,13 @@ static int tbp_late(struct device *dev, void *unused)
 	return 0;
 }
 
+/* A page that the supervisor may still look at is never another's memory. */
+static void tbp_free_page(void)
+{
+	if (!tbp_withdrew)
+		free_page((unsigned long)tbp_page);
+}
+
 static int __init tbp_init(void)
 {
 	int ret;
@@ -265,7 +308,7 @@ static int __init tbp_init(void)
 	return 0;
 fail:
 	tbp_map_end(&tbp_guest_map);
-	free_page((unsigned long)tbp_page);
+	tbp_free_page();
 	return ret;
 }
 
@@ -277,7 +320,7 @@ static void __exit tbp_exit(void)
 	unregister_syscore(&tbp_syscore);
 	tbp_dma_end();
 	tbp_map_end(&tbp_guest_map);
-	free_page((unsigned long)tbp_page);
+	tbp_free_page();
 }
 
 module_init(tbp_init);

@@ -2,9 +2,10 @@
 /*
  * The host's half of the IOMMU bypass (bypass.h).
  *
- * A device starts as VFIO gives it to a VM: its DMA is translated by the domain of VFIO's container. TBP_IOC_ON detaches its group from that
- * domain and attaches a domain of the session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group
- * under its own mutex, so VFIO may give the group back at any time: it then goes where VFIO puts it, and the session's domain is out.
+ * A device starts as VFIO gives it to a VM: its DMA is translated by the domain of VFIO's container. TBP_IOC_ON resets it, so that nothing that
+ * ran on it before goes on with addresses that mean something else now, detaches its group from that domain and attaches a domain of the
+ * session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group under its own mutex, so VFIO may give
+ * the group back at any time: it then goes where VFIO puts it, and the session's domain is out.
  *
  * The session pins the VM's memory itself, whatever VFIO pins. The memory goes back at the last close of the session's file, after each device
  * whose group still has the session's domain was stopped: bus mastering off, transactions done, DMA blocked, function reset. QEMU inherits the
@@ -22,6 +23,7 @@
 #include <linux/pci.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
+#include <linux/version.h>
 
 #include "bypass.h"
 
@@ -41,7 +43,9 @@ struct tbp_bypassed {
 	struct list_head all;
 	struct pci_dev *pdev;
 	struct iommu_group *group;
-	struct iommu_domain domain; /* stands for the IOMMU driver's identity domain */
+	struct iommu_domain domain; /* stands for `identity` */
+	struct iommu_domain *identity; /* of the IOMMU driver */
+	bool owns_identity;
 };
 
 struct tbp_session {
@@ -62,7 +66,7 @@ static const struct iommu_ops *tbp_ops(struct device *dev)
 
 static int tbp_attach_identity(struct iommu_domain *domain, struct device *dev)
 {
-	struct iommu_domain *identity = tbp_ops(dev)->identity_domain;
+	struct iommu_domain *identity = container_of(domain, struct tbp_bypassed, domain)->identity;
 
 	return identity->ops->attach_dev(identity, dev);
 }
@@ -77,20 +81,47 @@ static bool tbp_is_on(struct tbp_bypassed *one)
 	return iommu_get_domain_for_dev(&one->pdev->dev) == &one->domain;
 }
 
-static int tbp_on(struct tbp_bypassed *one)
+/* The caller holds the device's lock. */
+static bool tbp_has_vfio(struct pci_dev *pdev)
 {
-	struct device *dev = &one->pdev->dev;
-	struct iommu_domain *domain = iommu_get_domain_for_dev(dev);
+	return pdev->dev.driver && !strcmp(pdev->dev.driver->name, "vfio-pci");
+}
+
+/* With the device's lock, under which no driver is bound to it. */
+static int tbp_on_locked(struct tbp_bypassed *one)
+{
+	struct iommu_domain *domain = iommu_get_domain_for_dev(&one->pdev->dev);
+	int ret;
 
 	if (tbp_is_on(one))
 		return 0;
 	/* A paging domain of a user: VFIO has the group. After TBP_IOC_OFF it is blocked. */
-	if (!domain || (domain->type != IOMMU_DOMAIN_UNMANAGED && domain->type != IOMMU_DOMAIN_BLOCKED))
+	if (!tbp_has_vfio(one->pdev) || !domain ||
+	    (domain->type != IOMMU_DOMAIN_UNMANAGED && domain->type != IOMMU_DOMAIN_BLOCKED))
 		return -ENODEV;
-	if (!dev->driver || strcmp(dev->driver->name, "vfio-pci"))
-		return -ENODEV;
+	ret = pci_reset_function_locked(one->pdev);
+	if (ret)
+		return ret;
 	iommu_detach_group(domain, one->group);
-	return iommu_attach_group(&one->domain, one->group);
+	ret = iommu_attach_group(&one->domain, one->group);
+	/* VFIO may have given the group back just before: the next driver of the device must not find it untranslated. */
+	if (!ret && !iommu_group_dma_owner_claimed(one->group)) {
+		iommu_detach_group(&one->domain, one->group);
+		ret = -ENODEV;
+	}
+	return ret;
+}
+
+static int tbp_on(struct tbp_bypassed *one)
+{
+	int ret;
+
+	/* Only tried: who unbinds the driver holds the lock, and waits for QEMU. */
+	if (!pci_dev_trylock(one->pdev))
+		return -EAGAIN;
+	ret = tbp_on_locked(one);
+	pci_dev_unlock(one->pdev);
+	return ret;
 }
 
 /* The group's owner is VFIO, so what it falls back to blocks all DMA. */
@@ -136,26 +167,46 @@ static int tbp_count_device(struct device *dev, void *count)
 	return 0;
 }
 
-/* Returns 0 if the device can be bypassed. */
-static int tbp_check(struct pci_dev *pdev, struct iommu_group *group)
+/* Finds or allocates the identity domain of the device's IOMMU driver. Returns 0 if the device can be bypassed. */
+static int tbp_prepare(struct tbp_bypassed *one)
 {
-	const struct iommu_ops *ops = tbp_ops(&pdev->dev);
+	const struct iommu_ops *ops = tbp_ops(&one->pdev->dev);
 	unsigned int devices = 0;
 
-	if (!group || !ops || !ops->identity_domain || !ops->identity_domain->ops->attach_dev)
+	if (!one->group || !ops)
 		return -EOPNOTSUPP;
-	iommu_group_for_each_dev(group, &devices, tbp_count_device);
+	iommu_group_for_each_dev(one->group, &devices, tbp_count_device);
 	if (devices != 1)
 		return -EMLINK;
-	if (!pdev->reset_methods[0])
+	if (!one->pdev->reset_methods[0])
 		return -EPERM;
-	if (!pdev->dev.driver || strcmp(pdev->dev.driver->name, "vfio-pci"))
+	if (!tbp_has_vfio(one->pdev))
 		return -ENODEV;
+	one->identity = ops->identity_domain;
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0)
+	/* AMD's driver has no identity domain of its own there, and allocates one for each that asks. */
+	if (!one->identity && ops->domain_alloc) {
+		one->identity = ops->domain_alloc(IOMMU_DOMAIN_IDENTITY);
+		one->owns_identity = one->identity;
+		if (one->identity) {
+			one->identity->type = IOMMU_DOMAIN_IDENTITY;
+			one->identity->owner = ops;
+			one->identity->ops = one->identity->ops ?: ops->default_domain_ops;
+		}
+	}
+#endif
+	if (!one->identity || !one->identity->ops || !one->identity->ops->attach_dev)
+		return -EOPNOTSUPP;
+	one->domain.type = IOMMU_DOMAIN_IDENTITY;
+	one->domain.ops = &tbp_domain_ops;
+	one->domain.owner = ops;
 	return 0;
 }
 
 static void tbp_free(struct tbp_bypassed *one)
 {
+	if (one->owns_identity)
+		iommu_domain_free(one->identity);
 	iommu_group_put(one->group);
 	pci_dev_put(one->pdev);
 	kfree(one);
@@ -193,12 +244,10 @@ static int tbp_add(struct tbp_session *session, const struct tbp_device *wanted)
 		return -ENXIO;
 	}
 	one->group = iommu_group_get(&one->pdev->dev);
-	ret = tbp_check(one->pdev, one->group);
-	if (!ret) {
-		one->domain.type = IOMMU_DOMAIN_IDENTITY;
-		one->domain.ops = &tbp_domain_ops;
-		one->domain.owner = tbp_ops(&one->pdev->dev);
-		ret = tbp_join(session, one);
+	ret = -EAGAIN;
+	if (pci_dev_trylock(one->pdev)) {
+		ret = tbp_prepare(one) ?: tbp_join(session, one);
+		pci_dev_unlock(one->pdev);
 	}
 	if (ret)
 		tbp_free(one);

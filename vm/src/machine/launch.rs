@@ -276,7 +276,8 @@ impl Machine {
         let begun = Bypass::begin(self, prepared);
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         match begun {
-            Ok(bypass) if !self.has_ended() => held.bypass = Some(bypass),
+            // Else the session would outlive the devices' return, and keep the next VM from them.
+            Ok(bypass) if !held.ended => held.bypass = Some(bypass),
             Ok(_) => anyhow::bail!(self.failure("it ended before its memory was pinned")),
             Err(e) => {
                 drop(held);
@@ -306,7 +307,9 @@ impl Machine {
             let status =
                 qemu.and_then(|mut qemu| qemu.wait().map_err(|e| format!("its end is unknown: {e}")));
             let mut exit = status.map_or_else(|how| Exit { how, clean: false }, describe);
-            let mut held = mem::take(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner));
+            let given = Held { ended: true, ..Held::default() };
+            let mut held =
+                mem::replace(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner), given);
             if held.group.as_ref().is_some_and(Group::ran_out_of_memory) {
                 exit.how.push_str(", for want of memory: raise memory_limit");
             }

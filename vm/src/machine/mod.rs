@@ -143,6 +143,8 @@ pub struct Machine {
 /// Resources of the host that are given back when QEMU has ended.
 #[derive(Debug, Default)]
 struct Held {
+    /// They are being given back: nothing is added.
+    ended: bool,
     /// Ends before the devices are given back.
     bypass: Option<Bypass>,
     devices: growth::Taken,

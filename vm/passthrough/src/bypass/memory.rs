@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Where a QEMU's memory is: which guest-physical addresses lie where in its memfds, and which host-physical pages are behind them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -47,10 +47,26 @@ pub fn host_address(said: &str) -> Option<u64> {
     u64::from_str_radix(address, 16).ok()
 }
 
-/// A memfd's inode number and an offset in it.
+/// A file by the device that it lies on, major and minor number, and its inode number there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FileId {
+    device: (u32, u32),
+    inode: u64,
+}
+
+impl FileId {
+    /// The file that these metadata are of.
+    #[must_use]
+    pub fn of(metadata: &fs::Metadata) -> FileId {
+        let device = metadata.dev();
+        FileId { device: (rustix::fs::major(device), rustix::fs::minor(device)), inode: metadata.ino() }
+    }
+}
+
+/// A memfd and an offset in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    inode: u64,
+    memfd: FileId,
     offset: u64,
 }
 
@@ -63,9 +79,12 @@ pub fn place(maps: &str, address: u64) -> Option<Place> {
         let number = |text| u64::from_str_radix(text, 16).ok();
         let (first, last) = (number(first)?, number(last)?);
         let offset = number(words.nth(1)?)?;
-        let inode = words.nth(1)?.parse().ok()?;
+        let (major, minor) = words.next()?.split_once(':')?;
+        let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+        let inode = words.next()?.parse().ok()?;
         let named = words.next().is_some_and(|name| name.starts_with("/memfd:"));
-        (named && (first..last).contains(&address)).then(|| Place { inode, offset: offset + address - first })
+        (named && (first..last).contains(&address))
+            .then(|| Place { memfd: FileId { device, inode }, offset: offset + address - first })
     })
 }
 
@@ -74,7 +93,7 @@ pub fn place(maps: &str, address: u64) -> Option<Place> {
 pub struct Memory {
     /// Bytes of a page.
     page: u64,
-    memfds: BTreeMap<u64, (File, Vec<u64>)>,
+    memfds: BTreeMap<FileId, (File, Vec<u64>)>,
     /// By number of the guest-physical page.
     pages: BTreeMap<u64, Place>,
 }
@@ -98,11 +117,11 @@ impl Memory {
                 memory.add(*range, place)?;
             }
         }
-        let inodes: Vec<u64> = memory.pages.values().map(|place| place.inode).collect();
+        let wanted: BTreeSet<FileId> = memory.pages.values().map(|place| place.memfd).collect();
         for entry in fs::read_dir(process.join("fd"))? {
             let path = entry?.path();
-            let inode = fs::metadata(&path).map_or(0, |metadata| metadata.ino());
-            if !inodes.contains(&inode) || memory.memfds.contains_key(&inode) {
+            let Ok(id) = fs::metadata(&path).map(|metadata| FileId::of(&metadata)) else { continue };
+            if !wanted.contains(&id) || memory.memfds.contains_key(&id) {
                 continue;
             }
             let file = File::options().read(true).write(true).open(&path)?;
@@ -110,9 +129,9 @@ impl Memory {
             let frames = session.pin(std::os::fd::AsFd::as_fd(&file), size, page).map_err(|e| {
                 anyhow::anyhow!("its memory is not pinned in huge pages of {} MiB: {e}", page >> 20)
             })?;
-            memory.memfds.insert(inode, (file, frames));
+            memory.memfds.insert(id, (file, frames));
         }
-        let lost = inodes.iter().find(|inode| !memory.memfds.contains_key(inode));
+        let lost = wanted.iter().find(|id| !memory.memfds.contains_key(id));
         anyhow::ensure!(lost.is_none(), "QEMU has closed a memfd of its guest's memory");
         anyhow::ensure!(!memory.pages.is_empty(), "QEMU shows no memory in huge pages");
         Ok(memory)
@@ -127,7 +146,7 @@ impl Memory {
         let inside = range.first % self.page;
         let mut offset = place.offset - inside;
         for number in range.first / self.page..=range.last / self.page {
-            let page = Place { inode: place.inode, offset };
+            let page = Place { memfd: place.memfd, offset };
             let other = self.pages.insert(number, page).filter(|other| *other != page);
             anyhow::ensure!(other.is_none(), "page {number} of the guest lies at two places of its memory");
             offset += self.page;
@@ -148,7 +167,7 @@ impl Memory {
     /// The host-physical address of a guest's page.
     pub(super) fn frame(&self, number: u64) -> Option<u64> {
         let place = self.pages.get(&number)?;
-        let (_, frames) = self.memfds.get(&place.inode)?;
+        let (_, frames) = self.memfds.get(&place.memfd)?;
         frames.get(usize::try_from(place.offset / self.page).ok()?).copied()
     }
 
@@ -163,15 +182,15 @@ impl Memory {
             return None;
         }
         let place = self.pages.get(&(address / self.page))?;
-        let (file, _) = self.memfds.get(&place.inode)?;
+        let (file, _) = self.memfds.get(&place.memfd)?;
         Request::map(file, self.page, place.offset, address % self.page).ok()
     }
 
     #[cfg(test)]
     pub(super) fn of_frames(page: u64, file: File, frames: &[u64]) -> Memory {
-        let inode = file.metadata().unwrap().ino();
-        let pages = (0..frames.len() as u64).map(|n| (n, Place { inode, offset: n * page })).collect();
-        Memory { page, memfds: BTreeMap::from([(inode, (file, frames.to_vec()))]), pages }
+        let memfd = FileId::of(&file.metadata().unwrap());
+        let pages = (0..frames.len() as u64).map(|n| (n, Place { memfd, offset: n * page })).collect();
+        Memory { page, memfds: BTreeMap::from([(memfd, (file, frames.to_vec()))]), pages }
     }
 }
 
@@ -204,6 +223,18 @@ impl Request {
         Ok(Request { start, size, page })
     }
 
+    /// Takes the request up, unless the guest has withdrawn it or it was answered before. The guest then waits for the answer.
+    pub(super) fn take(&self) -> bool {
+        self.status()
+            .compare_exchange(format::TBP_PENDING, format::TBP_TAKEN, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
+    }
+
+    fn status(&self) -> &AtomicU32 {
+        // SAFETY: the word is mapped and aligned for as long as this value lives, and this process writes it only as an atomic.
+        unsafe { AtomicU32::from_ptr(&raw mut (*self.page.as_ptr()).status) }
+    }
+
     /// A copy of the page; the guest may change the page at any time.
     pub(super) fn read(&self) -> tbp_page {
         fence(Ordering::Acquire);
@@ -213,14 +244,10 @@ impl Request {
 
     /// Writes the answer, its status last.
     pub(super) fn answer(&self, answer: &tbp_page) {
-        let mut body = *answer;
-        body.status = format::TBP_PENDING;
-        // SAFETY: the page is mapped and aligned; nothing else of this process refers to it.
-        let status = unsafe {
-            self.page.write_volatile(body);
-            AtomicU32::from_ptr(&raw mut (*self.page.as_ptr()).status)
-        };
-        status.store(answer.status, Ordering::Release);
+        let body = tbp_page { status: format::TBP_TAKEN, ..*answer };
+        // SAFETY: the page is mapped and aligned; nothing else of this process refers to it meanwhile.
+        unsafe { self.page.write_volatile(body) };
+        self.status().store(answer.status, Ordering::Release);
     }
 }
 
@@ -260,23 +287,36 @@ mod tests {
         assert_eq!(host_address("No memory is mapped at address 0xff0000000"), None);
         let maps = "7f0f87e00000-7f0f9be00000 rw-s 00200000 00:0f 1077 /memfd:memory-backend-memfd (deleted)\n\
                     7f0fa0000000-7f0fa0021000 rw-p 00000000 00:00 0 \n";
-        assert_eq!(place(maps, 0x7f0f_87f0_0000), Some(Place { inode: 1077, offset: 0x30_0000 }));
+        let memfd = FileId { device: (0, 15), inode: 1077 };
+        assert_eq!(place(maps, 0x7f0f_87f0_0000), Some(Place { memfd, offset: 0x30_0000 }));
         assert_eq!(place(maps, 0x7f0f_a000_0000), None);
+    }
+
+    #[test]
+    fn a_mapping_and_a_descriptor_of_one_file_have_the_same_device_and_inode() {
+        let file = File::from(rustix::fs::memfd_create("own", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(4096).unwrap();
+        // SAFETY: a new mapping at an address of the kernel's choice, which nothing else refers to.
+        let mapped = unsafe { mmap(std::ptr::null_mut(), 4096, ProtFlags::READ, MapFlags::SHARED, &file, 0) };
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let found = place(&maps, mapped.unwrap() as u64).unwrap();
+        assert_eq!(found, Place { memfd: FileId::of(&file.metadata().unwrap()), offset: 0 });
+        // A file of another file system may have that inode number.
+        let elsewhere = FileId { device: (u32::MAX, 0), ..found.memfd };
+        assert_ne!(found.memfd, elsewhere);
     }
 
     #[test]
     fn a_range_that_begins_inside_a_huge_page_is_that_page_and_another_place_for_it_is_refused() {
         let mut memory = Memory { page: 2 << 20, memfds: BTreeMap::new(), pages: BTreeMap::new() };
-        memory.add(Range { first: 0, last: 0xbffff }, Place { inode: 1, offset: 0 }).unwrap();
-        memory
-            .add(Range { first: 0x10_0000, last: 0x5f_ffff }, Place { inode: 1, offset: 0x10_0000 })
-            .unwrap();
+        let memfd = FileId { device: (0, 15), inode: 1 };
+        memory.add(Range { first: 0, last: 0xbffff }, Place { memfd, offset: 0 }).unwrap();
+        memory.add(Range { first: 0x10_0000, last: 0x5f_ffff }, Place { memfd, offset: 0x10_0000 }).unwrap();
         assert_eq!(memory.pages.len(), 3);
         assert_eq!(memory.frames(), 3);
-        let elsewhere = memory.add(Range { first: 0, last: 0xfff }, Place { inode: 1, offset: 0x20_0000 });
+        let elsewhere = memory.add(Range { first: 0, last: 0xfff }, Place { memfd, offset: 0x20_0000 });
         assert!(elsewhere.is_err());
-        let oblique =
-            memory.add(Range { first: 0x80_0000, last: 0x80_ffff }, Place { inode: 1, offset: 4096 });
+        let oblique = memory.add(Range { first: 0x80_0000, last: 0x80_ffff }, Place { memfd, offset: 4096 });
         assert!(oblique.is_err());
     }
 }

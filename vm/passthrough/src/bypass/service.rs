@@ -46,10 +46,12 @@ pub fn serve(
         let address =
             std::str::from_utf8(&line).ok().and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
         let Some(request) = address.and_then(|address| memory.request(address)) else { continue };
-        let page = request.read();
-        if page.magic != TBP_MAGIC {
+        let seen = request.read();
+        // A guest of another version does not know that requests are taken up; it is only refused.
+        if seen.magic != TBP_MAGIC || (u32::from(seen.version) == TBP_VERSION && !request.take()) {
             continue;
         }
+        let page = request.read();
         let answer = answer(page, memory, devices).unwrap_or_else(|e| {
             refused(&e);
             tbp_page { status: TBP_REFUSED, ..page }
@@ -96,6 +98,7 @@ mod tests {
     use std::io::Write;
     use std::os::unix::fs::FileExt;
 
+    use super::super::format::{TBP_TAKEN, TBP_WITHDRAWN};
     use super::*;
 
     #[derive(Default)]
@@ -164,6 +167,17 @@ mod tests {
             let (answer, switched, refused) = ask(&asked, LINE, 2);
             assert_eq!((answer.status, switched.len(), refused), (TBP_REFUSED, 0, 1), "{asked:?}");
         }
+    }
+
+    #[test]
+    fn a_request_that_the_guest_has_withdrawn_or_that_was_answered_is_not_carried_out() {
+        for status in [TBP_WITHDRAWN, TBP_TAKEN, TBP_DONE, TBP_REFUSED] {
+            let (page, switched, refused) = ask(&tbp_page { status, ..request(TBP_ON) }, LINE, 2);
+            assert_eq!((page.status, switched.len(), refused), (status, 0, 0));
+        }
+        // A line that comes twice is one request.
+        let (_, switched, _) = ask(&request(TBP_ON), &format!("{LINE}{LINE}"), 2);
+        assert_eq!(switched, [(0, true)]);
     }
 
     #[test]

@@ -1,0 +1,228 @@
+#!/usr/bin/python3
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Attacks the sessions of tombolo_bypass_host: wrong requests, files that outlive their process, a device that changes its driver meanwhile.
+
+sessions.py ADDRESS SECONDS: a PCI device that is alone in its IOMMU group and has the driver nvme. Exit code 0: each request was refused as it should be,
+all memory has gone back, and the device has its driver."""
+import array
+import errno
+import fcntl
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+
+HUGE = 2 << 20
+DEVICES = "/sys/bus/pci/devices/"
+PIN, ADD, ON, OFF = 0x40287470, 0x40087471, 0x40087472, 0x40087473
+
+
+def session():
+    return os.open("/dev/tombolo-bypass", os.O_RDWR | os.O_CLOEXEC)
+
+
+def refused(expected, call, *arguments):
+    try:
+        call(*arguments)
+    except OSError as error:
+        assert error.errno in expected, f"{errno.errorcode[error.errno]}, not {[errno.errorcode[e] for e in expected]}: {arguments}"
+    else:
+        raise AssertionError(f"taken: {arguments}")
+
+
+def pin(file, memfd, offset, size, page, frames=None, reserved=0):
+    words = array.array("Q", [0] * max(1, min(size // max(page, 1), 1 << 20)))
+    place = words.buffer_info()[0] if frames is None else frames
+    fcntl.ioctl(file, PIN, struct.pack("<iIQQQQ", memfd, reserved, offset, size, page, place))
+    return words
+
+
+def device(address, reserved=0):
+    domain, bus, rest = address.split(":")
+    slot, function = rest.split(".")
+    return struct.pack("<IBBH", int(domain, 16), int(bus, 16), int(slot, 16) << 3 | int(function), reserved)
+
+
+def ask(file, request, address, reserved=0):
+    fcntl.ioctl(file, request, device(address, reserved))
+
+
+def huge_memfd(pages):
+    memfd = os.memfd_create("attack", 0x4)  # MFD_HUGETLB
+    os.ftruncate(memfd, pages * HUGE)
+    return memfd
+
+
+def free():
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("HugePages_Free:"))
+
+
+def all_free(before):
+    """The last close of a file may come a moment after the death of its process."""
+    end = time.monotonic() + 60
+    while free() != before:
+        assert time.monotonic() < end, f"{before - free()} huge pages have not gone back"
+
+
+def write(path, text):
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def bind(address, driver):
+    """Returns False where another has changed the device meanwhile."""
+    try:
+        write(f"{DEVICES}{address}/driver_override", driver + "\n")
+        if os.path.exists(f"{DEVICES}{address}/driver"):
+            write(f"{DEVICES}{address}/driver/unbind", address)
+        write("/sys/bus/pci/drivers_probe", address)
+        return os.path.basename(os.readlink(f"{DEVICES}{address}/driver")) == driver
+    except OSError:
+        return False
+
+
+def wrong_pins(before):
+    file, memfd = session(), huge_memfd(4)
+    for offset, size, page in [
+        (0, 0, HUGE), (0, HUGE, 4096), (0, HUGE, 0), (4096, HUGE, HUGE), (0, HUGE + 4096, HUGE),
+        (1 << 63, 1 << 63, HUGE), ((1 << 64) - HUGE, HUGE, HUGE), ((1 << 64) - HUGE, 2 * HUGE, HUGE), (HUGE, (1 << 63) - HUGE, HUGE),
+        (4 * HUGE, HUGE, HUGE), (0, 8 * HUGE, HUGE), (0, 1 << 30, 1 << 30), (0, 1 << 62, HUGE),
+    ]:
+        refused([errno.EINVAL, errno.E2BIG, errno.EFAULT], pin, file, memfd, offset, size, page)
+    refused([errno.EINVAL], pin, file, memfd, 0, HUGE, HUGE, None, 1)
+    refused([errno.EFAULT], pin, file, memfd, 0, 4 * HUGE, HUGE, 8)
+    refused([errno.EBADF], pin, file, 999, 0, HUGE, HUGE)
+    reader = os.open(f"/proc/self/fd/{memfd}", os.O_RDONLY)
+    refused([errno.EPERM], pin, file, reader, 0, HUGE, HUGE)
+    ends = os.pipe()
+    small = os.memfd_create("small")
+    os.ftruncate(small, 4 * HUGE)
+    for other in [ends[1], small, file, os.open("/dev/null", os.O_RDWR)]:
+        refused([errno.EINVAL, errno.EPERM, errno.EFAULT], pin, file, other, 0, HUGE, HUGE)
+    refused([errno.EFAULT], fcntl.ioctl, file, PIN, 8)
+    refused([errno.ENOTTY], fcntl.ioctl, file, 0x7474, 0)
+    # More than there is: what was pinned goes back.
+    much = huge_memfd(before + 8)
+    refused([errno.ENOMEM, errno.EFAULT, errno.ENOSPC, errno.EINVAL], pin, file, much, 0, (before + 8) * HUGE, HUGE)
+    os.close(much)
+    frames = pin(file, memfd, 0, 4 * HUGE, HUGE)
+    assert len(set(frames)) == 4 and all(frame and frame % HUGE == 0 for frame in frames), frames
+    for other in [*ends, small, reader, memfd]:
+        os.close(other)
+    assert before - free() == 4, f"a session keeps its memory after the memfd: {before - free()}"
+    os.close(file)
+
+
+def wrong_devices(address):
+    file, other = session(), session()
+    refused([errno.ENODEV], ask, file, ADD, address)  # its driver is nvme
+    refused([errno.ENXIO], ask, file, ADD, "00ff:ff:1f.7")
+    refused([errno.ENXIO], ask, file, ON, address)
+    refused([errno.EINVAL], ask, file, ADD, address, 1)
+    refused([errno.EFAULT], fcntl.ioctl, file, ADD, 8)
+    assert bind(address, "vfio-pci")
+    ask(file, ADD, address)
+    refused([errno.EBUSY], ask, file, ADD, address)
+    refused([errno.EBUSY], ask, other, ADD, address)
+    refused([errno.EINVAL], ask, file, ON, address)  # no memory
+    memfd = huge_memfd(1)
+    pin(file, memfd, 0, HUGE, HUGE)
+    refused([errno.ENODEV], ask, file, ON, address)  # nobody has its group
+    ask(file, OFF, address)
+    # A driver that the device has got since is not reset under it, and its DMA stays its own.
+    assert bind(address, "nvme")
+    refused([errno.ENODEV], ask, file, ON, address)
+    os.close(file)
+    assert bind(address, "vfio-pci")
+    ask(other, ADD, address)
+    os.close(other)
+    os.close(memfd)
+    assert bind(address, "nvme")
+
+
+def files_that_outlive_their_process(before):
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        file, memfd = session(), huge_memfd(4)
+        pin(file, memfd, 0, 4 * HUGE, HUGE)
+        socket.send_fds(ours, [b"x"], [file])
+        os._exit(0)
+    os.wait()
+    ours.close()
+    # It lies in the socket alone.
+    assert before - free() == 4, "a session ends while a socket has it"
+    _, [file], _, _ = socket.recv_fds(theirs, 1, 1)
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    os.close(file)
+    theirs.close()
+    assert before - free() == 4, "a session ends while a child has it"
+    os.kill(child, 9)
+    os.wait()
+
+
+def threads_in_one_session(address, seconds):
+    """A device changes its driver while sessions come and go, and threads ask for everything in one of them."""
+    end = time.monotonic() + seconds
+    counts = dict.fromkeys(["bound", "added", "refused", "pinned"], 0)
+
+    def rebind():
+        while time.monotonic() < end:
+            counts["bound"] += bind(address, "vfio-pci") + bind(address, "nvme")
+
+    def come_and_go():
+        while time.monotonic() < end:
+            file = session()
+            for request in [ADD, ON, OFF, ON]:
+                try:
+                    ask(file, request, address)
+                    counts["added"] += request == ADD
+                except OSError:
+                    counts["refused"] += 1
+            os.close(file)
+
+    def pin_on(file, memfd):
+        while time.monotonic() < end:
+            try:
+                pin(file, memfd, 0, HUGE, HUGE)
+                counts["pinned"] += 1
+            except OSError:
+                pass
+            try:
+                ask(file, ADD, address)
+            except OSError:
+                pass
+            os.close(os.dup(file))
+
+    shared, memfd = session(), huge_memfd(1)
+    threads = [threading.Thread(target=rebind), threading.Thread(target=come_and_go), threading.Thread(target=come_and_go)]
+    threads += [threading.Thread(target=pin_on, args=(shared, memfd)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(shared)
+    os.close(memfd)
+    assert counts["bound"] and counts["added"] and counts["refused"] and counts["pinned"], counts
+    print(counts)
+
+
+def main():
+    address, before = sys.argv[1], free()
+    wrong_pins(before)
+    all_free(before)
+    wrong_devices(address)
+    all_free(before)
+    files_that_outlive_their_process(before)
+    all_free(before)
+    threads_in_one_session(address, float(sys.argv[2]))
+    all_free(before)
+    assert bind(address, "nvme")
+    write(f"{DEVICES}{address}/driver_override", "\n")
+
+
+main()
