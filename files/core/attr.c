@@ -60,13 +60,10 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 {
 	struct tfs_inode *inode;
 	tmb_u32 slot;
-	int err = tfs_tx_begin(fs, &slot);
+	int err = tfs_tx_begin_on(fs, h, &slot, &inode);
 
 	if (err)
 		return err;
-	err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
-	if (err)
-		goto end;
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	/* chown clears S_ISUID: both changes happen or neither. */
 	if (what & (TFS_SET_MODE | TFS_KILL_SET_ID | TFS_KILL_SGID))
@@ -92,9 +89,6 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 	tfs_tx_end(fs, slot);
 	tfs_unlock(fs, &inode->lock);
 	return 0;
-end:
-	tfs_tx_end(fs, slot);
-	return err;
 }
 
 int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now)

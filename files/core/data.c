@@ -97,17 +97,10 @@ static void end_tx(struct tfs *fs, struct tfs_write *w)
 
 int tfs_write_begin(struct tfs *fs, struct tfs_handle h, struct tfs_write *w)
 {
-	int err = tfs_tx_begin(fs, &w->slot);
-
-	if (err)
-		return err;
 	w->h = h;
 	w->is_new = w->started = false;
 	w->added_from = w->added_to = 0;
-	err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &w->inode);
-	if (err)
-		end_tx(fs, w);
-	return err;
+	return tfs_tx_begin_on(fs, h, &w->slot, &w->inode);
 }
 
 int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count)

@@ -68,6 +68,16 @@ int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how, str
 	return -ESTALE;
 }
 
+int tfs_await_inode(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode;
+	int err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
+
+	if (!err)
+		tfs_unlock(fs, &inode->lock);
+	return err == -ESTALE ? 0 : err; /* the operation says it in its way */
+}
+
 void tfs_unlock_inode(struct tfs *fs, tmb_u64 ino)
 {
 	struct tfs_inode *inode = tfs_inode(fs, ino);

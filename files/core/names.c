@@ -7,7 +7,7 @@
 
 int tfs_lock_dir(struct tfs *fs, struct tfs_handle h, bool wait, struct tfs_inode **dir)
 {
-	int err = wait ? tfs_lock_inode_as(fs, h, TFS_KILLABLE, dir) : tfs_try_lock_inode(fs, h, dir);
+	int err = wait ? tfs_lock_inode_as(fs, h, TFS_BRIEFLY, dir) : tfs_try_lock_inode(fs, h, dir);
 
 	if (err)
 		return err == -ESTALE ? -ENOENT : err;
@@ -72,7 +72,8 @@ int tfs_init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, cons
 	return err;
 }
 
-int tfs_create(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
+/* -EAGAIN: the directory's lock is kept. */
+static int create_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -141,7 +142,20 @@ end:
 	return err;
 }
 
-int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now)
+int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
+{
+	int err;
+
+	while ((err = create_once(fs, dir, name, len, c, made)) == -EAGAIN) {
+		err = tfs_await_inode(fs, dir);
+		if (err)
+			break;
+	}
+	return err;
+}
+
+/* -EAGAIN: the lock of 'busy' is kept. */
+static int link_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now, struct tfs_handle *busy)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -154,10 +168,12 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
+	*busy = dir_h;
 	err = tfs_lock_dir(fs, dir_h, true, &dir);
 	if (err)
 		goto end;
-	err = h.ino == dir_h.ino ? -EPERM : tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
+	*busy = h;
+	err = h.ino == dir_h.ino ? -EPERM : tfs_lock_inode_as(fs, h, TFS_BRIEFLY, &inode);
 	if (err) {
 		err = err == -ESTALE ? -ENOENT : err;
 		goto unlock_dir;
@@ -201,6 +217,19 @@ end:
 	return err;
 }
 
+int tfs_link(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now)
+{
+	struct tfs_handle busy;
+	int err;
+
+	while ((err = link_once(fs, dir, name, len, h, now, &busy)) == -EAGAIN) {
+		err = tfs_await_inode(fs, busy);
+		if (err)
+			break;
+	}
+	return err;
+}
+
 /* --- unlink, rmdir -------------------------------------------------------------------------------------------------- */
 
 /* After a commit that removed the last link: frees the inode (locked) unless a member has it open. */
@@ -222,7 +251,9 @@ bool tfs_is_expected(struct tfs *fs, tmb_u64 ino, struct tfs_handle expect)
 	return !expect.ino || (ino == expect.ino && inode && tfs_is(inode, expect));
 }
 
-static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now)
+/* -EAGAIN: the lock of 'busy' is kept. */
+static int remove_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now,
+		       struct tfs_handle *busy)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -236,6 +267,7 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;
+	*busy = dir_h;
 	err = tfs_lock_dir(fs, dir_h, true, &dir);
 	if (err)
 		goto end;
@@ -247,7 +279,8 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir_h, const char *name
 		err = -ESTALE;
 		goto unlock_dir;
 	}
-	err = ino == dir_h.ino ? -ESTALE : tfs_lock_inode_as(fs, tfs_any(ino), TFS_KILLABLE, &inode);
+	*busy = tfs_any(ino);
+	err = ino == dir_h.ino ? -ESTALE : tfs_lock_inode_as(fs, tfs_any(ino), TFS_BRIEFLY, &inode);
 	if (err) {
 		err = err == -ESTALE ? tfs_damage(fs, "name of a free inode", dir_h.ino, ino) : err;
 		goto unlock_dir;
@@ -283,6 +316,19 @@ unlock_dir:
 	tfs_unlock(fs, &dir->lock);
 end:
 	tfs_tx_end(fs, slot);
+	return err;
+}
+
+static int remove_name(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now)
+{
+	struct tfs_handle busy;
+	int err;
+
+	while ((err = remove_once(fs, dir, name, len, expect, want_dir, now, &busy)) == -EAGAIN) {
+		err = tfs_await_inode(fs, busy);
+		if (err)
+			break;
+	}
 	return err;
 }
 

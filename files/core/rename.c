@@ -40,8 +40,8 @@ struct rename {
 	bool source_is_dir, target_is_dir;
 	struct tfs_inode *whiteout; /* to be left at the old name; NULL: none */
 	tmb_u64 whiteout_ino;
-	bool wait;    /* whether to wait for locks of inodes; else -EAGAIN ... */
-	tmb_u64 busy; /* ... with 'busy' the inode whose lock is taken */
+	bool wait;    /* whether to wait for locks of inodes, TFS_BRIEFLY; else -EAGAIN ... */
+	tmb_u64 busy; /* ... with 'busy' the inode whose lock is taken; 0: the rename lock is */
 };
 
 /* Tries of a rename that waits with nothing locked, before it waits with the rename lock held. */
@@ -76,11 +76,13 @@ static int lock_dirs(struct tfs *fs, struct rename *r)
 	int err;
 
 	if (!between_dirs(r)) {
+		r->busy = r->old_ino;
 		err = tfs_lock_dir(fs, r->old->dir, true, &r->old_dir);
 		r->new_dir = r->old_dir;
 		return err;
 	}
-	err = tfs_lock(fs, &sb->rename_lock, TFS_KILLABLE);
+	r->busy = 0;
+	err = tfs_lock(fs, &sb->rename_lock, TFS_BRIEFLY);
 	if (err)
 		return err;
 	err = is_above(fs, r->old_ino, r->new_ino);
@@ -115,7 +117,7 @@ static void unlock_children(struct tfs *fs, struct rename *r)
 static int lock_child(struct tfs *fs, struct rename *r, tmb_u64 ino, struct tfs_inode **inode)
 {
 	r->busy = ino;
-	return r->wait ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_KILLABLE, inode) : tfs_try_lock_inode(fs, tfs_any(ino), inode);
+	return r->wait ? tfs_lock_inode_as(fs, tfs_any(ino), TFS_BRIEFLY, inode) : tfs_try_lock_inode(fs, tfs_any(ino), inode);
 }
 
 static int lock_children(struct tfs *fs, struct rename *r)
@@ -195,34 +197,38 @@ static int find_names(struct tfs *fs, struct rename *r)
 }
 
 /*
- * Finds both names and takes the locks of all that the rename changes. 1: there is nothing to do. The rename lock admits one rename between
- * directories at a time, so a rename must not wait for another member's file or directory while holding it.
+ * Finds both names and takes the locks of all that the rename changes. 1: there is nothing to do. -EAGAIN: the lock of 'busy' is taken. The rename lock
+ * admits one rename between directories at a time, so a rename must not wait for another member's file or directory while holding it.
  */
 static int lock_all(struct tfs *fs, struct rename *r)
 {
-	for (tmb_u32 tries = 0;; tries++) {
-		int err;
+	int err = lock_dirs(fs, r);
 
-		r->wait = !between_dirs(r) || tries == TRIES;
-		err = lock_dirs(fs, r);
-		if (!err) {
-			err = find_names(fs, r);
-			/* POSIX: a rename between two links of one file changes nothing. */
-			if (!err && r->source_ino == r->target_ino && !exchanges(r))
-				err = 1;
-			if (!err)
-				err = lock_children(fs, r);
-			if (err)
-				unlock_dirs(fs, r);
-		}
-		if (err != -EAGAIN)
-			return err;
-		err = tfs_lock_inode(fs, tfs_any(r->busy));
-		if (!err)
-			tfs_unlock_inode(fs, r->busy);
-		else if (err != -ESTALE)
-			return err;
-	}
+	if (err)
+		return err;
+	err = find_names(fs, r);
+	/* POSIX: a rename between two links of one file changes nothing. */
+	if (!err && r->source_ino == r->target_ino && !exchanges(r))
+		err = 1;
+	if (!err)
+		err = lock_children(fs, r);
+	if (err)
+		unlock_dirs(fs, r);
+	return err;
+}
+
+/* Waits with nothing held until the lock that was taken may be free. */
+static int await_busy(struct tfs *fs, const struct rename *r)
+{
+	struct tmb_lock *lock = &tfs_sb(fs)->rename_lock;
+	int err;
+
+	if (r->busy)
+		return tfs_await_inode(fs, tfs_any(r->busy));
+	err = tfs_lock(fs, lock, TFS_KILLABLE);
+	if (!err)
+		tfs_unlock(fs, lock);
+	return err;
 }
 
 /* Called before the old name is taken out of the index, which may be another one than when the name was found. */
@@ -415,29 +421,44 @@ static int rename_locked(struct tfs *fs, struct rename *r)
 	return err;
 }
 
-int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_name *to, tmb_u32 flags, tmb_s64 now)
+/* -EAGAIN: the lock of 'busy' is taken. */
+static int rename_once(struct tfs *fs, struct rename *r)
 {
-	struct rename r = {.old = from, .new = to, .flags = flags, .now = now, .old_ino = from->dir.ino, .new_ino = to->dir.ino};
 	bool locked = false;
-	int err = check_arguments(&r);
+	int err = tfs_tx_begin(fs, &r->slot);
 
-	if (!err)
-		err = tfs_tx_begin(fs, &r.slot);
 	if (err)
 		return err;
-	err = make_whiteout(fs, &r);
+	err = make_whiteout(fs, r);
 	if (!err) {
-		err = lock_all(fs, &r);
+		err = lock_all(fs, r);
 		locked = !err;
 	}
 	if (locked)
-		err = rename_locked(fs, &r);
-	if (err && r.whiteout)
-		tfs_drop_new_inode(fs, r.whiteout, r.slot);
-	tfs_tx_end(fs, r.slot);
+		err = rename_locked(fs, r);
+	if (err && r->whiteout)
+		tfs_drop_new_inode(fs, r->whiteout, r->slot);
+	tfs_tx_end(fs, r->slot);
 	if (locked) {
-		unlock_children(fs, &r);
-		unlock_dirs(fs, &r);
+		unlock_children(fs, r);
+		unlock_dirs(fs, r);
 	}
 	return err < 0 ? err : 0;
+}
+
+int tfs_rename(struct tfs *fs, const struct tfs_name *from, const struct tfs_name *to, tmb_u32 flags, tmb_s64 now)
+{
+	const struct rename first = {.old = from, .new = to, .flags = flags, .now = now, .old_ino = from->dir.ino, .new_ino = to->dir.ino};
+	struct rename r = first;
+	int err = check_arguments(&r);
+
+	for (tmb_u32 tries = 0; !err; tries++) {
+		r = first;
+		r.wait = !between_dirs(&r) || tries >= TRIES;
+		err = rename_once(fs, &r);
+		if (err != -EAGAIN)
+			break;
+		err = await_busy(fs, &r);
+	}
+	return err;
 }

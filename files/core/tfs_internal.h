@@ -29,6 +29,9 @@
 
 /* A freeze gives up after it has waited so long for other members' operations. */
 #define TFS_FREEZE_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
+/* A thread that has a transaction's slot waits so long for an owner. Else as many threads as there are slots, waiting for a suspended member, would hold
+ * up all others. */
+#define TFS_BRIEF_NS (50ULL * 1000 * 1000)
 /* A removal waits so long for mappers, then freeing the blocks is deferred. */
 #define TFS_REVOKE_LIMIT_NS (2ULL * 1000 * 1000 * 1000)
 
@@ -188,6 +191,7 @@ static inline tmb_u64 tfs_inodes_used(struct tfs *fs)
 /* wait.c: the lock across members */
 enum tfs_how {
 	TFS_KILLABLE,	 /* a signal ends the wait: -EINTR */
+	TFS_BRIEFLY,	 /* the same; and -EAGAIN if one owner keeps the lock for TFS_BRIEF_NS: for callers that have a transaction's slot */
 	TFS_SURE,	 /* a signal ends only a long wait: for callers whose end leaves work undone */
 	TFS_NO_RECOVERY, /* no wait: a dead owner's lock is taken over without recovering the owner */
 };
@@ -238,6 +242,8 @@ static inline bool tfs_is_frozen(struct tfs *fs)
 /* As tfs_lock_inode; gives the inode, whose lock tfs_unlock releases. */
 int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **inode);
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **inode); /* -EAGAIN: taken */
+/* Waits for an inode's lock that an operation found kept (TFS_BRIEFLY), without that operation's slot. 0: the operation may begin again. */
+int tfs_await_inode(struct tfs *fs, struct tfs_handle h);
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 static inline bool tfs_member_active(struct tfs *fs, tmb_u32 member)
 {
@@ -281,6 +287,8 @@ int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how);
  */
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot);
 int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot); /* -EAGAIN: frozen */
+/* Begins an operation on one inode: takes a slot, then the inode's lock. */
+int tfs_tx_begin_on(struct tfs *fs, struct tfs_handle h, tmb_u32 *slot, struct tfs_inode **inode);
 void tfs_tx_drop(struct tfs *fs, tmb_u32 slot); /* ends a transaction that has listed nothing */
 static inline struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
 {

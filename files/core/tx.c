@@ -87,6 +87,24 @@ int tfs_tx_try_begin(struct tfs *fs, tmb_u32 *slot)
 	return -EAGAIN;
 }
 
+int tfs_tx_begin_on(struct tfs *fs, struct tfs_handle h, tmb_u32 *slot, struct tfs_inode **inode)
+{
+	for (;;) {
+		int err = tfs_tx_begin(fs, slot);
+
+		if (err)
+			return err;
+		err = tfs_lock_inode_as(fs, h, TFS_BRIEFLY, inode);
+		if (!err)
+			return 0;
+		tfs_tx_drop(fs, *slot);
+		if (err == -EAGAIN)
+			err = tfs_await_inode(fs, h);
+		if (err)
+			return err;
+	}
+}
+
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
 {
 	struct tfs_tx *tx = tfs_tx(fs, slot);

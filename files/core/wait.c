@@ -176,9 +176,11 @@ int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owne
 		w->tell = TELL_NS;
 	}
 	ask(fs, w, clock, owner);
+	if (w->how == TFS_BRIEFLY && clock - w->changed > TFS_BRIEF_NS)
+		return -EAGAIN;
 	waited = clock - w->started;
 	nap = TFS_MIN(waited / 4 + NAP_MIN_NS, NAP_MAX_NS);
-	if (tfs_os_sleep(fs, bell ? bell : &none, bell ? rung : 0, nap, w->how == TFS_KILLABLE || waited > SURE_NS))
+	if (tfs_os_sleep(fs, bell ? bell : &none, bell ? rung : 0, nap, w->how == TFS_KILLABLE || w->how == TFS_BRIEFLY || waited > SURE_NS))
 		return -EINTR;
 	return tfs_fenced(fs) ? -ESHUTDOWN : 0;
 }

@@ -240,12 +240,9 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 		return -E2BIG;
 	if (!*name || strlen(name) > TFS_NAME_MAX)
 		return -ERANGE;
-	err = tfs_tx_begin(fs, &slot);
+	err = tfs_tx_begin_on(fs, h, &slot, &inode);
 	if (err)
 		return err;
-	err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
-	if (err)
-		goto end;
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	err = get_image(fs, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
 	if (err)
@@ -286,8 +283,5 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 unlock:
 	tfs_tx_end(fs, slot);
 	tfs_unlock(fs, &inode->lock);
-	return err;
-end:
-	tfs_tx_end(fs, slot);
 	return err;
 }

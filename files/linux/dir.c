@@ -467,6 +467,7 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 	if (err) {
 		if (err == -ENOENT || err == -ESTALE)
 			d_drop(dentry);
+		tmb_unreference(inode);
 		return err;
 	}
 	/* Other links or openers may keep it in this kernel. */
@@ -530,8 +531,11 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			 tfs_os_now());
 	unstamp(old);
 	unstamp(new);
-	if (err)
+	if (err) {
+		if (target)
+			tmb_unreference(target);
 		return err;
+	}
 	own_change(new_dir, new_before);
 	if (old_dir != new_dir)
 		own_change(old_dir, old_before);

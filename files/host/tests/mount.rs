@@ -1034,7 +1034,7 @@ fn a_program_that_waits_for_a_suspended_member_can_be_killed_and_goes_on_after_o
 
 #[test]
 fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_else() {
-    const WAITERS: usize = 12;
+    const WAITERS: usize = 150;
     let rig = Rig::new();
     let mem = rig.owner.as_ref().expect("an owner").mem();
     let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();

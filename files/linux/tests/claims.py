@@ -444,6 +444,19 @@ def what_another_guest_removes_comes_back_though_it_was_open_or_mapped_here(a, b
 
 
 @claim(2)
+def what_another_guest_removes_comes_back_though_its_removal_had_failed_here(a, b):
+    df = "df /mnt | tail -1"
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok(df)
+    a.ok("mkdir -p /mnt/d/in /mnt/e; ls /mnt/d/in")
+    for refused in ("rmdir /mnt/d", "claims move /mnt/e /mnt/d"):
+        rc, out = a.run(refused)
+        need(rc != 0, "`%s` removed a directory with a name in it" % refused)
+    b.ok("rm -r /mnt/d /mnt/e")
+    need(a.ok(df) == before, "%s became %s" % (before, a.ok(df)))
+
+
+@claim(2)
 def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
     a.ok("mkdir /mnt/storm")
     both(a, b, "claims storm /mnt/storm %d 4000")
