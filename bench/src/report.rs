@@ -205,7 +205,7 @@ pub fn figure(value: f64) -> String {
         v if v >= 10.0 => format!("{value:.1}"),
         v if v >= 1.0 => format!("{value:.2}"),
         v if v >= 0.1 => format!("{value:.3}"),
-        v if v == 0.0 => "0".into(),
+        0.0 => "0".into(),
         _ => format!("{value:.4}"),
     }
 }

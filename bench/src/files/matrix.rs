@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 
 use anyhow::{Context, Result, bail};
 
-use super::systems::Io;
+use super::systems::{Io, System};
+use crate::record::Group;
 use crate::report::wanted;
 
 /// The group of the cells that two VMs run at the same time.
@@ -36,7 +37,8 @@ impl Matrix {
     /// StargateFS's matrix, on smaller files: each system has its own, and so has the page cache.
     pub fn full() -> Matrix {
         Matrix {
-            kinds: words(&["read", "write", "randread", "randwrite"]),
+            // Reads come first: what is written may have to be read again by a cache.
+            kinds: words(&["read", "randread", "write", "randwrite"]),
             sizes: words(&["4k", "16k", "128k", "2M"]),
             jobs: vec![1, 2, 4],
             runtime_ms: 700,
@@ -125,6 +127,15 @@ impl Matrix {
         (!cells.is_empty()).then_some(command)
     }
 
+    /// The start of a script, which reads files of fio's before a cell does: a cache then holds what it can hold.
+    pub fn warm_up(system: &System, io: Io, files: &str) -> String {
+        if system.group == Group::Cached && io == Io::Buffered {
+            format!("cat {}/{files} >/dev/null && ", system.dir())
+        } else {
+            String::new()
+        }
+    }
+
     /// Cases and MB/s (10^6 bytes) out of fio's output; `group`: "j1", "j1-buffered" or the like.
     pub fn read(&self, output: &str, group: &str) -> Result<Vec<(String, f64)>> {
         let start = output.find('{').with_context(|| format!("fio printed no JSON: {output}"))?;
@@ -199,6 +210,14 @@ mod tests {
         let cells = some.read(json, &jobs_group(1, Io::Buffered)).unwrap();
         assert_eq!(cells, [("fio-read-4k-j1-buffered".to_owned(), 2.0)]);
         assert!(!some.wants_vms() && small().wants_vms());
+    }
+
+    #[test]
+    fn only_a_cache_that_is_measured_is_warmed_up() {
+        let of = |name: &str| crate::files::systems::ALL.iter().find(|system| system.name == name).unwrap();
+        let warm = |name: &str, io| !Matrix::warm_up(of(name), io, "fio.*").is_empty();
+        assert!(warm("nfs", Io::Buffered) && warm("9p-loose", Io::Buffered));
+        assert!(!warm("nfs", Io::Direct) && !warm("tombolo", Io::Buffered));
     }
 
     #[test]

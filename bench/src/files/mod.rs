@@ -318,7 +318,7 @@ fn round(plan: &Plan, number: u32, project: &Project, system: &System, results: 
     for io in plan.io(system) {
         for jobs in plan.matrix.jobs.clone() {
             let Some(fio) = plan.matrix.fio(&dir, jobs, io) else { continue };
-            let output = project.exec(VM, &fio)?;
+            let output = project.exec(VM, &(Matrix::warm_up(system, io, "fio.*") + &fio))?;
             for (case, mb_per_s) in plan.matrix.read(&output, &jobs_group(jobs, io))? {
                 add(results, system, case, mb_per_s, "MB/s", Better::Higher)?;
             }

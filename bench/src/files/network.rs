@@ -82,8 +82,9 @@ fn bridge(vms: &[&str]) -> Result<()> {
     // SAFETY: a network namespace of its own takes nothing from this process's memory or descriptors.
     unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
         .context("a network namespace needs root")?;
-    // The user network needs the loopback device if the rest fails.
-    let mut script = String::from("ip link set lo up; ip link add nfs type bridge; ");
+    // If the rest fails, the user network needs the loopback device, and ganesha resolves no address where that has no other than 127.0.0.1.
+    let mut script =
+        String::from("ip link set lo up; ip addr add 10.88.1.1/32 dev lo; ip link add nfs type bridge; ");
     for vm in vms {
         let tap = tap(vm);
         script += &format!("ip tuntap add {tap} mode tap vnet_hdr; ip link set {tap} master nfs up; ");

@@ -7,7 +7,7 @@ use std::thread;
 use anyhow::{Context, Result, anyhow, bail};
 use tombolo_bench_project::Project;
 
-use super::matrix::{VMS, group};
+use super::matrix::{Matrix, VMS, group};
 use super::systems::{Io, System};
 use super::{OTHER, Plan, VM, add};
 use crate::record::{Better, Results, Sample};
@@ -50,10 +50,11 @@ fn at_once(plan: &Plan, project: &Project, system: &System, results: &mut Result
         let script = |vm: &str, other: &str| {
             // Each VM makes a file in the zone when it is ready and waits for the other's, so that both run the same job at the same time.
             let prepare = plan.matrix.prepare_vm(&dir, vm);
+            let warm_up = Matrix::warm_up(system, io, &format!("fio.{vm}"));
             let fio = plan.matrix.fio_vm(&dir, vm, io)?;
             let wait = format!("until [ -e /mnt/tombolo/ready.{other} ]; do :; done");
             Some(format!(
-                "{prepare} && sync && : >/mnt/tombolo/ready.{vm} && timeout 300 sh -c '{wait}' && {fio} && sync"
+                "{prepare} && sync && {warm_up}: >/mnt/tombolo/ready.{vm} && timeout 300 sh -c '{wait}' && {fio} && sync"
             ))
         };
         let (Some(first), Some(second)) = (script(VM, OTHER), script(OTHER, VM)) else { continue };

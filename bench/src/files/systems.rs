@@ -119,7 +119,7 @@ pub static ALL: [System; 9] = [
         group: Group::Cached,
         setup: "NFS 4.1, nconnect=4, rsize and wsize 1 MiB, the client's usual caches",
         gives_up: Some(
-            "an open file shows another VM's writes up to a minute later, new and removed names too; written data reaches the server when the file is \
+            "an open file shows another VM's writes, and a directory new names, up to a minute later; written data reaches the server when the file is \
              closed",
         ),
         needs: Needs::Nfs,

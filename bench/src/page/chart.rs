@@ -56,17 +56,17 @@ fn bounds(values: impl Iterator<Item = f64>) -> (f64, f64) {
     values.fold((f64::INFINITY, 0.0), |(low, high), value| (low.min(value), high.max(value)))
 }
 
-/// A figure with a chart of the family, a line for each system; those of `limit` are dashed.
-pub fn lines(family: &Family, limit: Option<&Family>) -> String {
-    let chart = Chart::new(family, limit);
+/// A figure with a chart of the family, a line for each system, in the colour of its place among `systems`; those of `limit` are dashed.
+pub fn lines(family: &Family, limit: Option<&Family>, systems: &[String]) -> String {
+    let chart = Chart::new(family, limit, systems);
     let good = match family.better {
         Better::Higher => "more is better",
         Better::Lower => "less is better",
     };
     let title = format!("{}, {}: {good}", escape(&family.name), escape(&family.unit));
     let mut out = format!("<figure class=\"lines\"><figcaption>{title}</figcaption>\n<ul class=\"legend\">");
-    for (i, (system, _)) in chart.lines.iter().enumerate() {
-        let _ = write!(out, "<li class=\"{}\">{}</li>", class(system, i), escape(system));
+    for (system, _) in &chart.lines {
+        let _ = write!(out, "<li class=\"{}\">{}</li>", chart.class(system), escape(system));
     }
     let _ = writeln!(
         out,
@@ -75,8 +75,8 @@ pub fn lines(family: &Family, limit: Option<&Family>) -> String {
     );
     chart.grid(&mut out);
     chart.sizes(&mut out);
-    for place in 0..chart.lines.len() {
-        chart.line(&mut out, place);
+    for line in &chart.lines {
+        chart.line(&mut out, line);
     }
     out.push_str("</svg></figure>");
     out
@@ -86,13 +86,15 @@ pub fn lines(family: &Family, limit: Option<&Family>) -> String {
 struct Chart<'a> {
     /// Systems, each with its points.
     lines: Vec<&'a (String, Vec<(f64, f64)>)>,
+    /// All systems: the same has the same colour in each chart.
+    systems: &'a [String],
     unit: &'a str,
     x: Axis,
     y: Axis,
 }
 
 impl<'a> Chart<'a> {
-    fn new(family: &'a Family, limit: Option<&'a Family>) -> Self {
+    fn new(family: &'a Family, limit: Option<&'a Family>, systems: &'a [String]) -> Self {
         let limits = limit.into_iter().flat_map(|limit| &limit.lines);
         let lines: Vec<_> = family.lines.iter().chain(limits).collect();
         let points = || lines.iter().flat_map(|(_, points)| points);
@@ -100,7 +102,14 @@ impl<'a> Chart<'a> {
         let (low, high) = bounds(points().map(|point| point.0));
         let x = Axis { low, high, from: LEFT + 8.0, to: RIGHT - 8.0 };
         let y = Axis { low: least / 1.3, high: most * 1.3, from: BOTTOM, to: TOP };
-        Chart { lines, unit: &family.unit, x, y }
+        Chart { lines, systems, unit: &family.unit, x, y }
+    }
+
+    /// A line's class: its colour, dashes for limits.
+    fn class(&self, system: &str) -> String {
+        let place = self.systems.iter().position(|name| name == system).unwrap_or(0);
+        let limit = if is_limit(system) { " limit" } else { "" };
+        format!("c{}{limit}", place % 8)
     }
 
     /// Draws the horizontal lines with their figures.
@@ -143,13 +152,12 @@ impl<'a> Chart<'a> {
     }
 
     /// Draws the line and the points of one system.
-    fn line(&self, out: &mut String, place: usize) {
-        let (system, points) = self.lines[place];
+    fn line(&self, out: &mut String, (system, points): &(String, Vec<(f64, f64)>)) {
         let path: Vec<String> = points
             .iter()
             .map(|(size, value)| format!("{:.1},{:.1}", self.x.at(*size), self.y.at(*value)))
             .collect();
-        let class = class(system, place);
+        let class = self.class(system);
         let _ = writeln!(out, "<polyline class=\"{class}\" points=\"{}\"/>", path.join(" "));
         for (size, value) in points {
             let _ = writeln!(
@@ -164,12 +172,6 @@ impl<'a> Chart<'a> {
             );
         }
     }
-}
-
-/// A line's class: its colour by its place, dashes for limits.
-fn class(system: &str, place: usize) -> String {
-    let limit = if is_limit(system) { " limit" } else { "" };
-    format!("c{}{limit}", place % 8)
 }
 
 /// A round number, with k, M or G for thousands, millions and thousands of millions.
@@ -211,6 +213,21 @@ mod tests {
         assert_eq!(short.ticks(), [2.0, 3.0, 4.0]);
         let flat = Axis { low: 3.0, high: 3.0, from: 0.0, to: 10.0 };
         assert_eq!(flat.at(3.0), 5.0);
+    }
+
+    #[test]
+    fn a_system_has_one_colour_in_all_charts() {
+        let systems = ["tombolo", "ext4-dax", "9p"].map(str::to_owned);
+        let family = |names: &[&str]| Family {
+            name: "fio-read-*".into(),
+            unit: "MB/s".into(),
+            better: Better::Higher,
+            lines: names.iter().map(|name| ((*name).to_owned(), vec![(4.0, 1.0), (8.0, 2.0)])).collect(),
+        };
+        for names in [&["tombolo", "ext4-dax", "9p"][..], &["tombolo", "9p"]] {
+            let figure = lines(&family(names), None, &systems);
+            assert!(figure.contains("<li class=\"c2\">9p</li>"), "{figure}");
+        }
     }
 
     #[test]

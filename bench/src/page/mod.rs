@@ -60,7 +60,7 @@ fn section(name: &str, run: &Recorded, page: &mut String) {
         let drawn: Vec<String> = families
             .iter()
             .filter(|f| f.is_drawn())
-            .map(|f| chart::lines(f, family::limit_of(f, &families)))
+            .map(|f| chart::lines(f, family::limit_of(f, &families), &table.systems))
             .collect();
         if !drawn.is_empty() {
             let _ = writeln!(page, "<div class=\"charts\">{}</div>", drawn.join("\n"));
