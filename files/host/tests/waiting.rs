@@ -402,6 +402,48 @@ fn a_rename_that_waits_for_a_suspended_members_file_holds_up_no_rename_of_anothe
     zone.assert_undamaged();
 }
 
+/// Several kinds of operations, each on a file of its own, all in one directory.
+#[test]
+fn more_threads_than_transaction_slots_that_wait_for_a_suspended_member_leave_others_room() {
+    type Operation = fn(&Filesystem, Handle, &str) -> fs::Result<()>;
+    const OPERATIONS: [Operation; 6] = [
+        |fs, file, _| chmod(fs, file),
+        |fs, file, _| fs.pwrite(file, b"x", 0, false).map(drop),
+        |fs, file, _| fs.xattr_set(file, b"user.a", Some(b"x"), 0, None),
+        |fs, _, name| fs.unlink(ROOT, name.as_bytes(), None),
+        |fs, file, name| fs.link(ROOT, format!("{name}-link").as_bytes(), file),
+        |fs, _, name| fs.rename((ROOT, name.as_bytes()), (ROOT, format!("{name}-new").as_bytes()), 0),
+    ];
+    const FILES: usize = 48;
+    let zone = Zone::new();
+    let (suspended, fs) = (zone.open(0), zone.open(1));
+    let names: Vec<String> = (0..FILES).map(|i| format!("f{i}")).collect();
+    let files: Vec<Handle> = names.iter().map(|name| file(&fs, name)).collect();
+    files.iter().for_each(|file| zone.lock_of(*file).store(held_by(0), SeqCst));
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..FILES)
+            .map(|i| {
+                let (fs, names, files) = (&fs, &names, &files);
+                scope.spawn(move || OPERATIONS[i % OPERATIONS.len()](fs, files[i], &names[i]))
+            })
+            .collect();
+        // SAFETY: the lock's second word, in the mapping like the first.
+        let waits =
+            |file: &Handle| unsafe { AtomicU64::from_ptr(zone.lock_of(*file).as_ptr().wrapping_add(1)) };
+        wait_until(|| files.iter().all(|file| waits(file).load(SeqCst) != 0));
+        let other = scope.spawn(|| file(&fs, "other"));
+        wait_until(|| other.is_finished());
+        let done = other.is_finished();
+        files.iter().for_each(|file| zone.lock_of(*file).store(0, SeqCst));
+        assert!(done, "a file in the same directory is not made meanwhile");
+        for waiter in waiters {
+            waiter.join().expect("no panic").expect("done once the member has gone on");
+        }
+    });
+    drop((suspended, fs));
+    zone.assert_undamaged();
+}
+
 #[test]
 fn an_append_waits_for_no_lock_of_a_range() {
     let zone = Zone::new();
