@@ -720,7 +720,7 @@ def a_guest_without_the_module_mounts_the_zone_by_fuse_from_an_ivshmem_device(a)
         a.ok("test $(cat /mnt/x) = there")
         # The locks of the mount's process end with it, though its VM lives; and the VM can mount again.
         a.start("claims locked /mnt/l 60000")
-        b.ok("kill -9 $(sed 's/.*\"pid\":\([0-9]*\).*/\\1/' /tmp/mount) && umount -l /mnt && killall claims")
+        b.ok("kill -9 $(sed 's/.*\"pid\":\\([0-9]*\\).*/\\1/' /tmp/mount) && umount -l /mnt && killall claims")
         rc, out = a.finish()
         need(rc == 0, "after the mount's death: " + out)
         b.ok("%s && test $(cat /mnt/x) = there && umount /mnt" % mount)
@@ -776,7 +776,8 @@ def from_kit(series, work):
     os.makedirs(os.path.join(root, "boot"), exist_ok=True)
     os.symlink(os.path.abspath(os.path.join(kit, "modules")), os.path.join(root, "lib/modules", release))
     os.symlink(os.path.abspath(os.path.join(kit, "vmlinuz")), os.path.join(root, "boot", "vmlinuz-" + release))
-    return release, root, os.path.abspath(os.path.join(kit, "build"))
+    # The kernel's build system refuses a path with a space, which the link .cache may have and its target has not (guest/cache.sh).
+    return release, root, os.path.realpath(os.path.join(kit, "build"))
 
 
 def build(kernel, headers, work):
