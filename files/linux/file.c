@@ -87,7 +87,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 		cond_resched();
 	}
 	iocb->ki_pos = pos;
-	if (total)
+	if (total || (!err && iov_iter_count(to))) /* also at the end of the file */
 		file_accessed(iocb->ki_filp);
 	return total ? total : err;
 }

@@ -12,6 +12,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from rig import Failed, TIMEOUT, Rig, ROOT, HERE, cargo_program
 
 ZONE_MIB = 256
+DIFFER_SEEDS = [1]
 CLAIMS = []
 
 
@@ -65,6 +66,18 @@ def names_links_renames_and_unlinked_files_do_what_posix_says(a):
 @claim(1)
 def owners_setuid_xattrs_acls_and_flags_are_kept_and_enforced(a):
     a.ok("claims attributes /mnt")
+
+
+@claim(1)
+def rare_calls_of_several_users_give_and_leave_what_they_do_on_tmpfs(a):
+    a.ok("mkdir -p /tmp/t; mount -t tmpfs none /tmp/t; mkdir /tmp/t/t")
+    # Before 6.6 tmpfs has neither attributes of users nor flags.
+    lacks = "zero whiteout" + ("" if tuple(map(int, a.ok("uname -r").split(".")[:2])) >= (6, 6) else " xattr flags")
+    try:
+        for seed in DIFFER_SEEDS:
+            a.ok("mkdir /tmp/t/%d /mnt/%d; differ /tmp/t/%d /mnt/%d %d 4000 %s" % (*[seed] * 5, lacks))
+    finally:
+        a.run("rm -rf /mnt/*; umount /tmp/t")
 
 
 @claim(1)
@@ -810,7 +823,7 @@ def main():
         flags = ["-O2", "-Wall", "-Wextra", "-I" + ROOT + "/files/core", "-I" + ROOT + "/zone/format"]
         subprocess.run(["cc", *flags, HERE + "/mkzone.c", *glob.glob(ROOT + "/files/core/*.c"), "-o", work + "/mkzone"], check=True)
         subprocess.run(["cc", *flags, HERE + "/damage.c", ROOT + "/files/fuzz/mutate.c", "-o", work + "/damage"], check=True)
-        programs = [work + "/" + p for p in ("claims", "hear", "abuse", "idmapped")]
+        programs = [work + "/" + p for p in ("claims", "hear", "abuse", "idmapped", "differ")]
         for p in programs:
             subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-static", HERE + "/" + os.path.basename(p) + ".c", "-o", p], check=True)
         kernels = [(k, o.root, "/usr/src/linux-headers-" + k) for k in o.kernel] + [from_kit(k, work) for k in o.kit]
