@@ -390,9 +390,9 @@ fn a_process_that_is_alone_follows_one_that_died_in_the_same_second() {
         let made = fs.lookup(ROOT, b"f").map_or_else(|_| file(&fs, "f"), |found| found.0);
         let word = u64::from(epoch) << 32 | u64::from(sys::TFS_LOCK_HELD) | 1;
         let (sent, done) = std::sync::mpsc::channel();
-        std::thread::spawn(move || sent.send((fs.pwrite(made, b"x", 0, false), fs)));
-        let (written, fs) =
-            done.recv_timeout(std::time::Duration::from_secs(60)).expect("its lock is taken over");
+        std::thread::spawn(move || sent.send(Box::new((fs.pwrite(made, b"x", 0, false), fs))));
+        let received = done.recv_timeout(std::time::Duration::from_secs(60));
+        let (written, fs) = *received.expect("its lock is taken over");
         assert_eq!(written, Ok(1));
         assert!(area.store_word(inode_field(&area, made.ino, offset_of!(sys::tfs_inode, lock)), word));
         fs.abandon();

@@ -45,10 +45,12 @@ pub fn image(series: &str) -> PathBuf {
 }
 
 fn build(series: &str) -> PathBuf {
-    let dir = &Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("guest-{series}"));
+    // The kernel's build system refuses a path with a space. The kit's has none once its links are resolved (guest/cache.sh); the checkout's may have one.
+    let kit = kit().canonicalize().unwrap();
+    let dir = &kit.join(series).join(env!("CARGO_PKG_NAME"));
     std::fs::create_dir_all(dir).unwrap();
-    let kernel = Kernel::of_kit(&kit(), series).unwrap();
-    let headers = kit().join(series).join("build");
+    let kernel = Kernel::of_kit(&kit, series).unwrap();
+    let headers = kit.join(series).join("build");
     let sources = zone_dir().join("tests/guest");
     let (good, bad) = (dir.join("good"), dir.join("bad"));
     let build_module = sources.join("build-module.sh");
