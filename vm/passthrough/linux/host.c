@@ -12,6 +12,7 @@
  * file, so that close comes after the death of both the supervisor and QEMU.
  */
 #include <linux/capability.h>
+#include <linux/delay.h>
 #include <linux/file.h>
 #include <linux/fs.h>
 #include <linux/iommu.h>
@@ -112,13 +113,25 @@ static int tbp_on_locked(struct tbp_bypassed *one)
 	return ret;
 }
 
+/* Tries for a second: others hold the device's lock for a moment, and who unbinds the driver holds it until QEMU has ended. */
+static int tbp_lock_device(struct pci_dev *pdev)
+{
+	int tries;
+
+	for (tries = 0; tries < 100; tries++) {
+		if (pci_dev_trylock(pdev))
+			return 0;
+		msleep(10);
+	}
+	return -EAGAIN;
+}
+
 static int tbp_on(struct tbp_bypassed *one)
 {
-	int ret;
+	int ret = tbp_lock_device(one->pdev);
 
-	/* Only tried: who unbinds the driver holds the lock, and waits for QEMU. */
-	if (!pci_dev_trylock(one->pdev))
-		return -EAGAIN;
+	if (ret)
+		return ret;
 	ret = tbp_on_locked(one);
 	pci_dev_unlock(one->pdev);
 	return ret;
@@ -244,8 +257,8 @@ static int tbp_add(struct tbp_session *session, const struct tbp_device *wanted)
 		return -ENXIO;
 	}
 	one->group = iommu_group_get(&one->pdev->dev);
-	ret = -EAGAIN;
-	if (pci_dev_trylock(one->pdev)) {
+	ret = tbp_lock_device(one->pdev);
+	if (!ret) {
 		ret = tbp_prepare(one) ?: tbp_join(session, one);
 		pci_dev_unlock(one->pdev);
 	}
