@@ -13,14 +13,23 @@ use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Link, process};
 
-/// A folder for this test run: programs, sockets, the driver's cache.
+/// A folder for this test run: programs and sockets.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("accel");
-        std::fs::create_dir_all(path.join("cache")).expect("a folder under target");
+        std::fs::create_dir_all(&path).expect("a folder under target");
         path
     })
+}
+
+/// The driver's folder for compiled kernels. PoCL's linker takes a path with a space for two. The project's cache has none once its links are resolved
+/// (`guest/cache.sh`); the checkout's path may have one.
+fn kernels() -> PathBuf {
+    let near = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache");
+    let path = std::env::var_os("TOMBOLO_CACHE").map_or_else(near, PathBuf::from).join("accel/kernels");
+    std::fs::create_dir_all(&path).expect("a folder in the cache");
+    path.canonicalize().expect("a folder in the cache")
 }
 
 pub fn run(command: &mut Command) -> Output {
@@ -107,7 +116,7 @@ impl Server {
         let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
         let control = socket.with_extension("control");
         if command.get_envs().all(|(name, _)| name != "POCL_CACHE_DIR") {
-            command.env("POCL_CACHE_DIR", folder().join("cache"));
+            command.env("POCL_CACHE_DIR", kernels());
         }
         let child = command
             .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
@@ -173,9 +182,6 @@ impl Drop for Server {
 
 pub fn native(program: &Path) -> Command {
     let mut command = Command::new(program);
-    command
-        .env("POCL_CACHE_DIR", folder().join("cache"))
-        .env("POCL_MEMORY_LIMIT", MEMORY)
-        .env_remove("OCL_ICD_VENDORS");
+    command.env("POCL_CACHE_DIR", kernels()).env("POCL_MEMORY_LIMIT", MEMORY).env_remove("OCL_ICD_VENDORS");
     command
 }
