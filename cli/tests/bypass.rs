@@ -313,7 +313,7 @@ fn a_device_is_reset_before_it_is_untranslated_and_is_given_no_address_that_it_c
     let lab = &bench.lab;
     let driver = test_driver("6.12");
     lab.good("tombolo up fast");
-    lab.good(&format!("tombolo exec fast -- sh -c 'cat >/tmp/test.ko' <{}", driver.display()));
+    lab.good(&format!("tombolo exec -i fast -- sh -c 'cat >/tmp/test.ko' <{}", driver.display()));
     bench.guest(
         "basename $(readlink -f /sys/class/nvme/nvme0/device) >/tmp/address
         cd /sys/bus/pci/devices/$(cat /tmp/address)

@@ -51,8 +51,16 @@ impl Kernel {
 }
 
 /// Where the project keeps what can be fetched again: `$TOMBOLO_CACHE`; for a program in a checkout the checkout's `.cache`; or else
-/// `tombolo` in the user's cache folder.
+/// `tombolo` in the user's cache folder. Its links are resolved: an emulated host has this machine's root elsewhere, where an absolute link leads to
+/// nothing.
 pub fn folder() -> Result<PathBuf> {
+    let folder = named_folder()?;
+    let failed = || format!("the cache folder {}", folder.display());
+    fs::create_dir_all(&folder).with_context(failed)?;
+    folder.canonicalize().with_context(failed)
+}
+
+fn named_folder() -> Result<PathBuf> {
     if let Some(folder) = std::env::var_os("TOMBOLO_CACHE") {
         return Ok(folder.into());
     }

@@ -57,9 +57,15 @@ fn odd_but_legal_programs_print_what_they_print_natively() {
 #[test]
 fn clinfo_says_the_same() {
     let server = Server::start("clinfo", &[]);
-    let expected = run(&mut native(Path::new("clinfo"))).stdout;
-    let forwarded = run(&mut server.program(Path::new("clinfo"))).stdout;
-    assert_eq!(String::from_utf8_lossy(&expected), String::from_utf8_lossy(&forwarded));
+    let said = |mut command: Command| {
+        String::from_utf8_lossy(&run(&mut command).stdout).lines().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (mut expected, forwarded) = (said(native(Path::new("clinfo"))), said(server.program(Path::new("clinfo"))));
+    // PoCL of Debian 13 has fine-grained system memory, which no forwarded device has (accel/README.md).
+    for line in expected.iter_mut().filter(|line| line.contains("Fine-grained system sharing")) {
+        *line = line.replace("Yes", "No");
+    }
+    assert_eq!(expected, forwarded);
     server.end();
 }
 
