@@ -479,15 +479,21 @@ fn events_of_a_supervisor_that_is_killed_end_with_an_error_and_of_one_that_is_to
 
 #[test]
 fn an_input_that_cannot_be_read_is_an_error_of_exec_and_not_its_end() {
-    let lab = lab(&format!("[vm.a]\n{VM}"));
+    let lab = lab(&format!("[vm.a]\n{VM}qemu_args = [\"-fake\", \"busy=BUSY\"]\n"));
+    // The command runs while this file is there.
+    let (busy, compose) = (lab.dir.path().join("busy"), lab.dir.path().join("tombolo.toml"));
+    std::fs::write(&busy, "").unwrap();
+    let text = std::fs::read_to_string(&compose).unwrap();
+    std::fs::write(&compose, text.replace("BUSY", busy.to_str().unwrap())).unwrap();
     lab.good(&["up"]);
     let folder = std::fs::File::open(lab.dir.path()).unwrap();
     let exec = lab.command(&["exec", "-i", "a", "--", "cat"]).stdin(folder).output().unwrap();
     let words = said(&exec);
     assert!(
         exec.status.code() == Some(125) && words.contains("the input can't be read: Is a directory"),
-        "{words}"
+        "{exec:?}"
     );
+    std::fs::remove_file(&busy).unwrap();
     lab.good(&["exec", "-i", "a", "--", "cat"]);
     lab.good(&["down"]);
     lab.assert_nothing_left();

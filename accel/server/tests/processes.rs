@@ -60,7 +60,8 @@ fn clinfo_says_the_same() {
     let said = |mut command: Command| {
         String::from_utf8_lossy(&run(&mut command).stdout).lines().map(str::to_owned).collect::<Vec<_>>()
     };
-    let (mut expected, forwarded) = (said(native(Path::new("clinfo"))), said(server.program(Path::new("clinfo"))));
+    let (mut expected, forwarded) =
+        (said(native(Path::new("clinfo"))), said(server.program(Path::new("clinfo"))));
     // PoCL of Debian 13 has fine-grained system memory, which no forwarded device has (accel/README.md).
     for line in expected.iter_mut().filter(|line| line.contains("Fine-grained system sharing")) {
         *line = line.replace("Yes", "No");
