@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::{Lab, TIMEOUT, assert_names_the_missing_module, page, signal};
-use opencl::{client_library, done, folder, image, program};
+use opencl::{client_library, done, image, program};
 use serde_json::Value;
 
 mod common;

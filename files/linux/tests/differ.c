@@ -372,7 +372,11 @@ static void aged(struct got *g, const char *path, int fd[2], struct timespec cha
 	say(", then times");
 	BOTH {
 		struct stat st[3];
-		int there[3] = {!fstatat(top_fd[s], path, &st[0], AT_SYMLINK_NOFOLLOW), !fstatat(top_fd[s], parent, &st[1], 0), !fstat(fd[s], &st[2]) && S_ISREG(st[2].st_mode) && !(fcntl(fd[s], F_GETFL) & O_PATH)};
+		int there[3] = {
+			!fstatat(top_fd[s], path, &st[0], AT_SYMLINK_NOFOLLOW),
+			!fstatat(top_fd[s], parent, &st[1], 0),
+			!fstat(fd[s], &st[2]) && S_ISREG(st[2].st_mode) && !(fcntl(fd[s], F_GETFL) & O_PATH),
+		};
 
 		for (int i = 0; i < 3; i++) {
 			if (!there[i]) {

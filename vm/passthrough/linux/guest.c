@@ -166,7 +166,7 @@ static void tbp_start(struct pci_dev *pdev, u32 device)
 		return;
 	}
 	if (tbp_has_crash_kernel()) {
-		pci_warn(pdev, "stays translated: memory is reserved for a crash kernel, whose driver would write to the host's memory (crashkernel=, /sys/kernel/kexec_crash_size)\n");
+		pci_warn(pdev, "stays translated: a crash kernel's driver would write to the host's memory (crashkernel=, /sys/kernel/kexec_crash_size)\n");
 		return;
 	}
 	ret = tbp_switch_on(pdev, device);
