@@ -295,7 +295,7 @@ fn a_session_refuses_what_is_wrong_and_gives_everything_back_whoever_has_it_last
     end(&lab);
 }
 
-/// What the test driver says of the device that it is bound to.
+/// Binds the test driver to the device and returns its findings, a line each.
 fn findings(bench: &Bench) -> Vec<String> {
     let said = bench.guest(
         "cd /sys/bus/pci/devices/$(cat /tmp/address)

@@ -65,7 +65,7 @@ pub struct About {
     pub group: Group,
     /// How it was set up, in words for those who use it.
     pub setup: String,
-    /// What its users give up for its speed; nothing for most.
+    /// The drawback that its users accept for its speed; `None`: there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gives_up: Option<String>,
 }
@@ -239,7 +239,7 @@ pub struct Results {
     file: fs::File,
     /// The file that the lines go to.
     pub path: PathBuf,
-    /// What the file holds of this run so far.
+    /// The lines of this run that are in the file so far.
     pub recorded: Recorded,
 }
 

@@ -26,7 +26,7 @@ impl Io {
     }
 }
 
-/// What a system needs of the host and of QEMU.
+/// The servers and devices that a system needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Needs {
     /// The project's zone, which `tombolo up` mounts.
@@ -57,7 +57,7 @@ pub struct System {
     pub group: Group,
     /// How it is set up, for readers of the results.
     pub setup: &'static str,
-    /// What its users give up for its speed.
+    /// The drawback that its users accept for its speed; `None`: there is none.
     pub gives_up: Option<&'static str>,
     /// What is there before it is mounted.
     pub needs: Needs,

@@ -10,7 +10,7 @@
 //! - [`area`]: mappings and areas; the one module that maps memory.
 //! - [`fs`]: the core's functions with Rust types.
 //! - `caller`: the process that a thread of a mount works for.
-//! - `log`: what a process says once nobody reads its standard error.
+//! - `log`: messages of a process whose standard error is closed.
 //! - [`change`]: its change events.
 //! - [`account`]: files that are counted and limited together.
 //! - [`fuse`]: the FUSE mount.

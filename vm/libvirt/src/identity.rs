@@ -14,7 +14,7 @@ use tombolo_zone::serve::{access, start};
 use tombolo_zone::{Zone, ZoneConfig, backing};
 use uuid::Uuid;
 
-/// What a zone is known by, and what it takes to make it anew.
+/// The properties of a zone by which domains and guests find it, and with which it is made anew.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The zone's name, which the names of its devices begin with.

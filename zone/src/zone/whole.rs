@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A zone in a file that nobody finds before it is whole.
+//! Creates a zone in a file, which has its name only once the zone is complete.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
