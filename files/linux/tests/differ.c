@@ -391,6 +391,18 @@ static void aged(struct got *g, const char *path, int fd[2], struct timespec cha
 	compare(g);
 }
 
+/* Opens a file on both sides in place of the k-th one. */
+static void reopen(struct got *g, unsigned k, const char *path, int flags, int mode)
+{
+	BOTH {
+		if (fds[s][k] >= 0)
+			close(fds[s][k]);
+		fds[s][k] = openat(top_fd[s], path, flags, mode);
+		g[s].ret = fds[s][k] < 0 ? -1 : 0;
+		g[s].err = errno;
+	}
+}
+
 static void one(void)
 {
 	static struct got g[2];
@@ -426,28 +438,16 @@ static void one(void)
 		flags = access[below(5)] | extra[below(19)] | O_NONBLOCK;
 		mode = some_mode();
 		say("%u = open(%s, %#o, %o)", k, shown(a), flags, mode);
-		BOTH {
-			if (fds[s][k] >= 0)
-				close(fds[s][k]);
-			replaced = 1;
-			fds[s][k] = openat(top_fd[s], a, flags, mode);
-			g[s].ret = fds[s][k] < 0 ? -1 : 0;
-			g[s].err = errno;
-		}
+		reopen(g, k, a, flags, mode);
+		replaced = 1;
 		break;
 	}
 	case 4: /* a nameless file */
 		flags = O_TMPFILE | (below(2) ? O_RDWR : O_WRONLY) | (below(4) ? 0 : O_EXCL);
 		mode = some_mode();
 		say("%u = tmpfile(%s, %#o, %o)", k, shown(a), flags, mode);
-		BOTH {
-			if (fds[s][k] >= 0)
-				close(fds[s][k]);
-			replaced = 1;
-			fds[s][k] = openat(top_fd[s], a, flags, mode);
-			g[s].ret = fds[s][k] < 0 ? -1 : 0;
-			g[s].err = errno;
-		}
+		reopen(g, k, a, flags, mode);
+		replaced = 1;
 		break;
 	case 5: /* link by descriptor */
 		say("linkat(%u, %s)", k, shown(a));
