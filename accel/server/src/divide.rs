@@ -27,7 +27,7 @@ const QUIET: Duration = Duration::from_millis(25);
 /// The time over which idle processors are measured.
 const WINDOW: Duration = Duration::from_millis(100);
 /// Dividing was in vain where processors idled for so long in a window, all together.
-const IN_VAIN: Duration = Duration::from_millis(25);
+const IN_VAIN: Duration = Duration::from_millis(10);
 /// The most windows without division after that.
 const OFF_MAX: u32 = 16;
 const FULL_WEIGHT: f64 = 100.0;
