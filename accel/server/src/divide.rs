@@ -6,12 +6,12 @@
 //! worker as the kernel knows it, so a worker can't lie about it, and needs to do nothing for it. The processes of a VM count together.
 //!
 //! A tenant that has not run for a while is not behind: it saves nothing up. One that is ready to run and waits for a processor, which the
-//! host's other processes have, has not stopped working: it keeps what it is owed. When processors idle while a tenant is stopped, all may run,
-//! for longer each time.
+//! host's other processes have, has not stopped working: it keeps what it is owed. When processors idle while a tenant is stopped, those furthest behind
+//! can't use them alone: one tenant more may run whatever it has had. That is tried with one fewer again, after a longer time each time that it fails.
 //!
 //! The server looks at no tenant while there are fewer than two, and rarely while fewer than two of them run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// Between two looks, while there is something to divide.
@@ -28,8 +28,8 @@ const QUIET: Duration = Duration::from_millis(25);
 const WINDOW: Duration = Duration::from_millis(100);
 /// Dividing was in vain where processors idled for so long in a window, all together.
 const IN_VAIN: Duration = Duration::from_millis(10);
-/// The most windows without division after that.
-const OFF_MAX: u32 = 16;
+/// The most windows before it is tried with a tenant fewer.
+const CALM_MAX: u32 = 16;
 const FULL_WEIGHT: f64 = 100.0;
 
 /// The processor time that a tenant has used.
@@ -67,36 +67,61 @@ pub struct Divider {
     window: Window,
 }
 
-/// Finds out whether dividing is of use.
-#[derive(Debug, Default)]
+/// Finds out how many tenants it takes to use the processors.
+#[derive(Debug)]
 struct Window {
     began: Duration,
     /// Of the processors, when it began.
     idle: Duration,
     /// Set if a tenant was stopped in it.
     held: bool,
-    /// So many windows are left without division.
-    off: u32,
-    /// So many it was the last time.
+    /// So many tenants, those furthest behind, run whatever they have had.
+    free: usize,
+    /// It is tried with one fewer after so many windows.
+    calm: u32,
+    /// So many they were the last time.
     backoff: u32,
+    /// Set while it is tried.
+    tries: bool,
+}
+
+impl Default for Window {
+    fn default() -> Window {
+        Window {
+            began: Duration::ZERO,
+            idle: Duration::ZERO,
+            held: false,
+            free: 1,
+            calm: 0,
+            backoff: 0,
+            tries: false,
+        }
+    }
 }
 
 impl Window {
-    /// Returns `false` if processors idled lately while a tenant was stopped.
-    fn look(&mut self, now: Duration, idle: Duration) -> bool {
+    /// Returns how many of the tenants that are active run whatever they have had.
+    fn look(&mut self, now: Duration, idle: Duration, active: usize) -> usize {
         let over = now.saturating_sub(self.began) >= WINDOW;
         let in_vain = self.held && idle.saturating_sub(self.idle) > IN_VAIN;
         if in_vain {
-            self.backoff = (self.backoff * 2).clamp(1, OFF_MAX);
-            self.off = self.backoff;
+            let longer = if self.tries { self.backoff * 2 } else { self.backoff };
+            self.backoff = longer.clamp(1, CALM_MAX);
+            (self.free, self.calm, self.tries) = (self.free + 1, self.backoff, false);
         } else if over {
-            self.off = self.off.saturating_sub(1);
-            self.backoff = if self.held { 0 } else { self.backoff };
+            if self.tries && self.held {
+                (self.backoff, self.tries) = (0, false);
+            }
+            self.calm = self.calm.saturating_sub(1);
+            if self.calm == 0 && self.free > 1 {
+                (self.free, self.tries) = (self.free - 1, true);
+            }
         }
+        self.free = self.free.clamp(1, active.max(1));
         if in_vain || over {
             (self.began, self.idle, self.held) = (now, idle, false);
         }
-        self.off == 0
+        self.free
     }
 }
 
@@ -126,18 +151,26 @@ impl Divider {
                 share.ran = Some(now);
             }
         }
-        let active = || self.shares.values().filter(|s| s.active(now));
-        let several = active().nth(1).is_some();
-        let behind = active().map(|s| s.spent).fold(f64::INFINITY, f64::min);
-        let behind = if behind.is_finite() { behind } else { 0.0 };
-        let divides = self.window.look(now, idle);
-        for share in self.shares.values_mut() {
+        let mut active: Vec<(f64, &str)> =
+            self.shares.iter().filter(|(_, s)| s.active(now)).map(|(n, s)| (s.spent, n.as_str())).collect();
+        active.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let several = active.len() > 1;
+        let behind = active.first().map_or(0.0, |(spent, _)| *spent);
+        let count = self.window.look(now, idle, active.len());
+        let divides = !several || count < active.len();
+        active.truncate(count);
+        let most_free = active.last().map_or(behind, |(spent, _)| *spent);
+        let free: BTreeSet<String> = active.into_iter().map(|(_, name)| name.to_owned()).collect();
+        for (name, share) in &mut self.shares {
             if !share.active(now) || !divides {
                 // Neither what was saved up nor what was had beyond the own share counts later.
                 share.spent = if divides { share.spent.max(behind) } else { behind };
             }
+            // Who can't use the time alone is owed no more of it than a quantum.
+            share.spent = share.spent.max(most_free - QUANTUM);
             let most = if share.held { CLOSE } else { QUANTUM };
-            share.held = several && divides && share.active(now) && share.spent - behind > most;
+            let ahead = share.spent - behind > most && !free.contains(name);
+            share.held = several && divides && share.active(now) && ahead;
             self.window.held |= share.held;
         }
         self.rest = if several { TICK } else { (self.rest * 2).clamp(TICK, REST) };
@@ -318,6 +351,25 @@ mod tests {
             let (_, idle) = host.run(4 * SECOND);
             assert!(idle < 8.0 * 0.06, "{little}: {idle}");
         }
+    }
+
+    #[test]
+    fn tenants_that_use_the_processors_together_only_get_equal_time_and_leave_none_idle() {
+        // The scheduler gives the third and fourth, of more threads, twice the time of the others.
+        let mut host = Host::new(2.0, [0.8, 0.8, 1.6, 1.6].map(|threads| tenant(100, threads)).into());
+        host.run(2 * SECOND);
+        let (got, idle) = host.run(8 * SECOND);
+        assert!(got.iter().all(|g| (g - 4.0).abs() < 0.2), "{got:?}");
+        assert!(idle < 16.0 * 0.03, "{idle}");
+    }
+
+    #[test]
+    fn a_tenant_that_wants_little_is_owed_no_more_than_a_quantum() {
+        let mut host = Host::new(2.0, vec![tenant(100, 0.1), tenant(100, 2.0), tenant(100, 2.0)]);
+        host.run(4 * SECOND);
+        host.tenants[0].threads = 2.0;
+        let (got, _) = host.run(SECOND);
+        assert!(got[0] < 0.8, "{got:?}");
     }
 
     #[test]
