@@ -51,7 +51,7 @@ fn no_process_of_a_project_keeps_a_lock_or_another_file_of_the_caller_of_up_open
 }
 
 #[test]
-fn a_mount_and_the_server_of_a_zone_keep_no_lock_of_their_caller_open() {
+fn a_mount_and_the_server_of_a_zone_keep_no_lock_of_their_caller_open_and_not_its_folder() {
     let dir = tempfile::tempdir().unwrap();
     let lock = dir.path().join("the caller's lock");
     let run = |arguments: &[&str]| {
@@ -69,6 +69,12 @@ fn a_mount_and_the_server_of_a_zone_keep_no_lock_of_their_caller_open() {
     std::fs::create_dir(dir.path().join("mnt")).unwrap();
     run(&["files", "mount", "mounted.zone", "mnt"]);
     let by_mount = is_free();
+    let folder = dir.path().canonicalize().unwrap();
+    let is_there = |process: &std::fs::DirEntry| {
+        std::fs::read_link(process.path().join("cwd")).is_ok_and(|at| at == folder)
+    };
+    let there: Vec<_> = std::fs::read_dir("/proc").unwrap().map(Result::unwrap).filter(is_there).collect();
+    assert!(there.is_empty(), "{there:?}");
     assert!(Command::new("umount").arg(dir.path().join("mnt")).status().unwrap().success());
     run(&["zone", "invite", "served.zone", "vm"]);
     let by_server = is_free();

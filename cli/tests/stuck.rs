@@ -319,3 +319,43 @@ fn a_script_that_does_not_become_its_qemu_is_refused_with_the_remedy_and_leaves_
         lab.assert_nothing_left();
     }
 }
+
+#[test]
+fn what_a_script_starts_beside_a_qemu_and_a_qemu_of_another_user_end_with_a_supervisor_that_is_killed() {
+    let lab = lab(&format!("[vm.a]\n{VM}[vm.b]\n{VM}qemu_args = [\"-fake\", \"demoted\"]\n"));
+    qemu(&lab, "[ \"$1\" != --version ] && { sleep 100000 & }");
+    set_sick(lab.dir.path());
+    let next = lab.dir.path().join("next");
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next).status().unwrap();
+    assert!(copied.success());
+    for upgrade in [false, true] {
+        lab.good(&["up"]);
+        if upgrade {
+            lab.good(&["upgrade", "--program", next.to_str().unwrap()]);
+        }
+        let ps = lab.ps();
+        assert!(ps["vms"].as_array().unwrap().iter().all(|vm| vm["state"] == "up"), "{ps}");
+        assert_eq!(lab.processes().len(), 5, "the supervisor, two QEMUs, and one beside each");
+        common::signal(common::stand_in::number(&ps["supervisor"]), "KILL");
+        lab.assert_nothing_left();
+    }
+}
+
+#[test]
+fn a_process_beside_a_qemu_that_keeps_its_sockets_keeps_no_guest_from_a_reboot() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    let over = lab.dir.path().join("over");
+    // As one that a script has started as a daemon: it is in no process group of QEMU's.
+    let beside = format!("setsid sh -c 'until [ -e \"{}\" ]; do sleep 0.1; done' &", over.display());
+    qemu(&lab, &format!("[ \"$1\" != --version ] && {{ {beside} }}"));
+    set_sick(lab.dir.path());
+    lab.good(&["up"]);
+    for reboots in 1..=2 {
+        let vm = || lab.ps()["vms"][0].clone();
+        common::signal(common::stand_in::number(&vm()["pid"]), "USR1");
+        until("it does not reboot", || vm()["reboots"] == reboots && vm()["state"] == "up");
+    }
+    lab.good(&["down"]);
+    std::fs::write(over, "").unwrap();
+    lab.assert_nothing_left();
+}

@@ -19,6 +19,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
 use crate::qemu::start::no_process;
 
 pub mod halted;
+pub mod leash;
 pub mod main_thread;
 
 /// The variable by which a process of this program learns to which process it is tied, and by which signal.

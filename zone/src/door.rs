@@ -219,7 +219,24 @@ fn look(
             }
         }
     }
-    Ok(found)
+    Ok(without_copies(found))
+}
+
+/// A child that has not become its program has all that its parent has open, and no door of its own.
+fn without_copies(found: Vec<Found>) -> Vec<Found> {
+    let is_copy = |door: &Found| {
+        let same = found.iter().filter(|other| other.path == door.path && other.process != door.process);
+        let others: Vec<u32> = same.map(|other| other.process).collect();
+        !others.is_empty() && parent(door.process).is_some_and(|parent| others.contains(&parent))
+    };
+    found.iter().filter(|door| !is_copy(door)).cloned().collect()
+}
+
+/// The parent of a process (proc_pid_stat(5)).
+fn parent(process: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The state and the parent follow the name, which is in parentheses and may contain some.
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
 /// Returns whether a file to which a process of `user` has a descriptor is a door. A hard link to another user's socket still has a name.
@@ -253,6 +270,23 @@ mod tests {
         drop(door);
         assert!(!found.is_there() && found.connect(None).is_err());
         assert!(find(|n| n == name, None).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_child_that_still_has_all_that_its_parent_has_is_no_second_one_with_the_door() {
+        let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
+        let (door, _folder) = open(&name);
+        let handle = door.handle().try_clone_to_owned().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("1000").stdin(handle).spawn().unwrap();
+        assert_eq!(
+            find(|n| n == name, Some(0)).unwrap()[0].process,
+            child.id(),
+            "it has the door's descriptor"
+        );
+        let with: Vec<u32> = find(|n| n == name, None).unwrap().iter().map(|found| found.process).collect();
+        assert_eq!(with, [std::process::id()]);
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -323,6 +323,9 @@ pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::R
         } else {
             crate::say!("the project '{}' is not up", project.name);
         }
+        if let Some(other) = state::another_users(&project.file)? {
+            crate::say!("{other}");
+        }
         return Ok(ExitCode::SUCCESS);
     };
     // Before the answer: who interrupts the wait does not interrupt the stop.

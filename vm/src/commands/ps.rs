@@ -43,6 +43,11 @@ pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyho
                 moved.file.display()
             );
         }
+        if let Some(other) =
+            found.is_none().then(|| state::another_users(&project.file)).transpose()?.flatten()
+        {
+            crate::say!("{other}");
+        }
         projects = found.into_iter().collect();
     }
     if !json {

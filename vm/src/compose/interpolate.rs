@@ -6,6 +6,7 @@
 //! The values come from the environment, and from env files for what the environment lacks.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -36,7 +37,8 @@ impl Variables {
                 line: None,
                 message: format!("is no env file of lines NAME=VALUE: {e}"),
             };
-            let text = std::fs::read(file).map_err(|e| failed(dotenvy::Error::Io(e)))?;
+            let text =
+                File::open(file).and_then(super::read_all).map_err(|e| failed(dotenvy::Error::Io(e)))?;
             // Editors of other systems begin a text with a mark of its encoding.
             let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&text);
             for pair in dotenvy::from_read_iter(text) {
@@ -95,13 +97,21 @@ impl<'a> Expanded<'a> {
         Ok(Expanded { text, replaced })
     }
 
-    /// Writes the value of `key` without quotes from now on; whether that is possible and was not done before.
+    /// Writes the value of `key` without quotes from now on, with those of the same list and of other tables' same key; whether that is possible and was
+    /// not done before.
     pub fn unquote(&mut self, key: &str) -> bool {
-        let Some(replaced) = self.replaced.iter_mut().find(|r| r.key == key && !r.bare) else { return false };
-        let value = &replaced.value;
-        replaced.bare =
-            value.parse::<i64>().is_ok() || value.parse::<bool>().is_ok() || value.parse::<f64>().is_ok();
-        replaced.bare
+        let is_bare = |value: &str| {
+            value.parse::<i64>().is_ok() || value.parse::<bool>().is_ok() || value.parse::<f64>().is_ok()
+        };
+        let is_new = |r: &Replaced| !r.bare && is_bare(&r.value);
+        if !self.replaced.iter().any(|r| r.key == key && is_new(r)) {
+            return false;
+        }
+        let kind = kind_of(key);
+        for replaced in self.replaced.iter_mut().filter(|r| is_new(r) && kind_of(&r.key) == kind) {
+            replaced.bare = true;
+        }
+        true
     }
 
     #[must_use]
@@ -124,6 +134,16 @@ impl<'a> Expanded<'a> {
         text.push_str(&self.text[at..]);
         text
     }
+}
+
+/// The key without the name of its table and its places in lists: the values of one kind have one type.
+fn kind_of(key: &str) -> String {
+    let mut parts: Vec<&str> =
+        key.split('.').map(|part| part.split_once('[').map_or(part, |(name, _)| name)).collect();
+    if parts.len() > 2 {
+        parts[1] = "*";
+    }
+    parts.join(".")
 }
 
 fn collect(key: String, item: &Item, strings: &mut Vec<(String, Range<usize>, String)>) {
@@ -323,6 +343,20 @@ mod tests {
         assert!(e.starts_with("/somewhere/demo/tombolo.toml:8: vm.a.memory is 16M"), "{e}");
         let e = parse("[vm.a]\n\nshare = [{ tag = \"x\", path = \"${HERE}\" }]\n", &[]).unwrap_err();
         assert!(e.contains(":3: vm.a.share[0].path: the variable HERE is not set"), "{e}");
+    }
+
+    #[test]
+    fn values_of_one_kind_lose_their_quotes_together_and_those_of_other_kinds_keep_them() {
+        let text = "[net.l]\ncpus = [\"$N\", \"$N\"]\n[vm.a]\ncpus = \"$N\"\ncmdline = \"$N\"\n[vm.b]\ncpus = \"$N\"\n[vm.c]\ncpus = \"$T\"\n";
+        let mut expanded = Expanded::new(text, &variables(&[("N", "2"), ("T", "two")])).unwrap();
+        assert!(expanded.unquote("net.l.cpus[1]") && expanded.unquote("vm.b.cpus"));
+        assert_eq!(
+            expanded.render(),
+            "[net.l]\ncpus = [2, 2]\n[vm.a]\ncpus = 2\ncmdline = \"2\"\n[vm.b]\ncpus = 2\n[vm.c]\ncpus = \"two\"\n"
+        );
+        for key in ["net.l.cpus[0]", "vm.a.cpus", "vm.c.cpus", "vm.d.cpus"] {
+            assert!(!expanded.unquote(key), "{key}");
+        }
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //! The compose file: what `tombolo.toml` may say, and errors that name file, line and key.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -10,6 +12,8 @@ use accelerator::AccelSpec;
 use error::{explain, line_of, locate};
 use interpolate::{Expanded, Variables};
 use network::NetSpec;
+
+use crate::host;
 
 pub mod accelerator;
 mod check;
@@ -31,6 +35,9 @@ pub use error::{ComposeError, nearest};
 pub use tombolo_control::Size;
 pub use vm::{HypervisorChoice, Ready, Share, VmSpec};
 pub use zone::{Backing, Rights, ZoneSpec, ZoneUse};
+
+/// The longest compose or env file that is read, in bytes.
+const LONGEST: u64 = 32 << 20;
 
 /// A compose file that has been read and checked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -130,7 +137,7 @@ impl Project {
             let message = "its path is not UTF-8; rename the folder or the file".into();
             return Err(ComposeError { file: file.to_owned(), line: None, message });
         }
-        let text = std::fs::read_to_string(file).map_err(|e| ComposeError {
+        let text = read(file).map_err(|e| ComposeError {
             file: file.to_owned(),
             line: None,
             message: format!("can't be read: {e}"),
@@ -185,6 +192,21 @@ impl Project {
         let name = compose.name.clone().unwrap_or_else(|| folder_name(file));
         Ok(Project { name, file: file.to_owned(), compose })
     }
+}
+
+/// The text of a compose file. A pipe or a device would keep its reader, and each command reads the file.
+fn read(file: &Path) -> io::Result<String> {
+    let text = read_all(host::open(file, host::Kind::File, false)?)?;
+    String::from_utf8(text).map_err(|_| io::Error::other("it is not UTF-8"))
+}
+
+/// Reads a file of at most [`LONGEST`] bytes.
+fn read_all(file: File) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    if file.take(LONGEST + 1).read_to_end(&mut text)? as u64 > LONGEST {
+        return Err(io::Error::other(format!("it is larger than {}M", LONGEST >> 20)));
+    }
+    Ok(text)
 }
 
 /// The name of a project whose file says none.

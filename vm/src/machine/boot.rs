@@ -78,7 +78,9 @@ impl Machine {
         let owner = Owner::new(&self.name, std::process::id())?;
         let threads: Vec<u32> = threads.iter().map(|thread| thread.thread).collect();
         let (store, cpus) = (Store::of_user()?, plan.isolated_cpus());
-        held.partition = Some(Partition::make(&mut Kernel, &store, owner, group.path(), &cpus, &threads)?);
+        let partition = Partition::make(&mut Kernel, &store, owner, group.path(), &cpus, &threads)?;
+        let _set_once = self.isolated.set(partition.path());
+        held.partition = Some(partition);
         self.mark("CPUs isolated");
         Ok(())
     }

@@ -22,6 +22,7 @@ use super::hotplug::Ports;
 use super::partition::{Partition, Store};
 use super::state::State;
 use super::{Exit, Held, Machine, Phase};
+use crate::child::leash::Leash;
 use crate::child::{Guarded, Handle};
 use crate::compose::VmSpec;
 use crate::compose::disks::Format;
@@ -62,6 +63,8 @@ pub struct MachineState {
     ports: Ports,
     devices: Vec<Address>,
     group: Option<PathBuf>,
+    #[serde(default)]
+    leash: Option<Kept>,
     /// The CPUs are the VM's own.
     #[serde(default)]
     isolated: bool,
@@ -115,6 +118,7 @@ impl Machine {
             ports: self.ports.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             devices: held.devices.addresses().to_vec(),
             group: held.group.as_ref().map(|group| group.path().to_owned()),
+            leash: held.leash.as_ref().map(|leash| keep.add(leash)),
             isolated: held.partition.is_some(),
             interrupts: held.interrupts.clone(),
         }
@@ -133,6 +137,8 @@ impl Machine {
         let held = Held {
             devices: Taken::take_over(left.devices),
             interrupts: left.interrupts,
+            // One that is not open has let its QEMU go, or has ended it.
+            leash: left.leash.and_then(|kept| kept.take().ok()).map(Leash::resume),
             ..limits(&name, left.group, left.isolated, losses)
         };
         let mut console = |what, (console, taken): (Arc<Console>, anyhow::Result<()>)| {
@@ -172,6 +178,7 @@ impl Machine {
             formats: left.formats,
             placement: left.placement,
             threads: left.threads.map(OnceLock::from).unwrap_or_default(),
+            isolated: held.partition.as_ref().map(|own| OnceLock::from(own.path())).unwrap_or_default(),
             ports: Mutex::new(left.ports),
             held: Mutex::new(held),
         });

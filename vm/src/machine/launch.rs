@@ -22,6 +22,7 @@ use super::hotplug::Ports;
 use super::partition;
 use super::state::State;
 use super::{Exit, Held, Machine, Phase, QUIT, Start};
+use crate::child::leash::Leash;
 use crate::child::{self, Guarded, Handle};
 use crate::compose::Ready;
 use crate::compose::disks::Format;
@@ -109,13 +110,13 @@ fn bypass_port(bypass: ForQemu, inherited: &mut Inherited) -> RawFd {
     inherited.add(bypass.port)
 }
 
-/// QEMU's command. It does not let the guest run yet (`-S`).
+/// QEMU's command, and its leash. It does not let the guest run yet (`-S`).
 fn command(
     start: &mut Start<'_>,
     qemus: Sockets,
     bypass: Option<ForQemu>,
     inherited: &mut Inherited,
-) -> anyhow::Result<Command> {
+) -> anyhow::Result<(Command, Leash)> {
     let zones = zone_devices(start, inherited);
     let mut drives = mem::take(&mut start.drives);
     drives.extend(start.seed.take().map(|seed| seed_drive(seed, inherited)));
@@ -142,10 +143,11 @@ fn command(
     command.stderr(Stdio::from(OwnedFd::from(qemus.log)));
     child::tie(&mut command, &inherited.0);
     child::shield(&mut command);
+    let leash = Leash::put(&mut command)?;
     if let Some(group) = &start.group {
         child::enter(&mut command, group.procs())?;
     }
-    Ok(command)
+    Ok((command, leash))
 }
 
 /// The console and QEMU's log. Those of the machine before go on, if there is one.
@@ -189,7 +191,7 @@ impl Machine {
         let (own, qemus) = Sockets::pairs()?;
         let mut inherited = Inherited::default();
         let (prepared, bypass) = Prepared::of(start.spec)?.unzip();
-        let command = command(&mut start, qemus, bypass, &mut inherited)?;
+        let (command, leash) = command(&mut start, qemus, bypass, &mut inherited)?;
         let (console, log) = consoles(&start, own.console, own.log)?;
         let qemu = Guarded::spawn(command)?;
         // While this process has QEMU's side of a socket open, it does not see the end of that socket.
@@ -218,8 +220,14 @@ impl Machine {
             formats,
             placement: start.placement,
             threads: OnceLock::new(),
+            isolated: OnceLock::new(),
             ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),
-            held: Mutex::new(Held { devices: start.devices, group: start.group, ..Held::default() }),
+            held: Mutex::new(Held {
+                leash: Some(leash),
+                devices: start.devices,
+                group: start.group,
+                ..Held::default()
+            }),
         });
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
@@ -259,14 +267,14 @@ impl Machine {
         }
     }
 
-    /// Ends a QEMU that another process has started than this one: nothing would end it where this process is killed, and its end is not seen.
+    /// Ends a QEMU that another process has started than this one: its end is not seen, and signals don't reach it.
     fn refuse_wrapper(&self, qemu: u32) -> anyhow::Error {
         self.process.kill();
         Handle::of(qemu).kill();
         self.wait_end(QUIT);
         self.failure(&format!(
-            "its QEMU (process {qemu}) was started by the program of the key 'qemu' (process {}), which has not become it: it would outlive a supervisor \
-             that is killed; write exec before QEMU's name in that script",
+            "its QEMU (process {qemu}) was started by the program of the key 'qemu' (process {}), which has not become it: its end would not be \
+             seen; write exec before QEMU's name in that script",
             self.pid
         ))
     }

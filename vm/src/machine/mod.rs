@@ -18,7 +18,7 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -28,6 +28,7 @@ use tombolo_topology::interrupts::Interrupts;
 use tombolo_topology::plan::VmPlan;
 
 use crate::child;
+use crate::child::leash::Leash;
 use crate::compose::disks::Format;
 use crate::compose::{VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
@@ -135,8 +136,12 @@ pub struct Machine {
     placement: Option<VmPlan>,
     /// The threads of its vCPUs, if they are pinned.
     threads: OnceLock<Vec<Thread>>,
+    /// The cgroup of its CPUs, if they are its own.
+    isolated: OnceLock<PathBuf>,
     /// PCI Express ports for zones that are attached later.
     ports: Mutex<Ports>,
+    /// It is locked while the host gives or takes something, which may take long: `ps` does without. A thread that has it may lock `state`; not the other way
+    /// round.
     held: Mutex<Held>,
 }
 
@@ -147,6 +152,8 @@ struct Held {
     ended: bool,
     /// Ends before the devices are given back.
     bypass: Option<Bypass>,
+    /// `None`: a program without leashes has started QEMU.
+    leash: Option<Leash>,
     devices: growth::Taken,
     group: Option<Group>,
     /// Below the cgroup.
@@ -209,9 +216,8 @@ impl Machine {
     /// The part of the host that the VM lies on, with its pinned threads.
     pub fn placement(&self) -> Option<Placement> {
         let threads = self.threads.get().cloned().unwrap_or_default();
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let partition = held.partition.as_ref().map(Partition::path);
         let plan = self.placement.clone()?;
+        let partition = self.isolated.get().filter(|_| !self.has_ended()).cloned();
         let dedicated = placement::dedicated(&plan, &self.spec, self.hypervisor);
         Some(Placement { plan, threads, partition, dedicated })
     }
@@ -224,7 +230,12 @@ impl Machine {
     /// Gives the interrupts that its devices have now to their CPUs; called once a second.
     pub fn tend_interrupts(&self) {
         let Some(plan) = self.placement.as_ref().filter(|_| !self.has_ended()) else { return };
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = match self.held.try_lock() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(held)) => held.into_inner(),
+            // Its CPUs are being isolated, or it ends.
+            Err(TryLockError::WouldBlock) => return,
+        };
         for root in plan.roots.iter().filter(|root| !root.interrupts.is_empty()) {
             for device in &root.devices {
                 for refused in held.interrupts.place(Path::new("/"), &device.address, &root.interrupts) {
@@ -249,8 +260,8 @@ impl Machine {
 
     /// Waits for the last output of an ended VM. Closes the connections of the console's readers, unless the VM reboots.
     pub fn close_consoles(&self) {
-        self.console.wait_end(QUIT);
-        self.log.wait_end(QUIT);
+        self.console.end_within(QUIT);
+        self.log.end_within(QUIT);
         if self.phase() != Phase::Rebooting {
             self.console.close();
         }

@@ -31,6 +31,8 @@ impl Machine {
     }
 
     pub fn status(&self) -> VmStatus {
+        // It may lock the state.
+        let placement = self.placement();
         let state = self.lock();
         VmStatus {
             name: self.name.clone(),
@@ -48,7 +50,7 @@ impl Machine {
             timeline: state.timeline.clone(),
             shares: state.shares.clone(),
             growth: state.growth.clone(),
-            placement: self.placement(),
+            placement,
         }
     }
 }

@@ -266,6 +266,21 @@ pub fn supervisors_of_others() -> io::Result<Vec<Found>> {
     door::find_of(|user| user != own, |name| name.starts_with(DOOR), Some(DOOR_NUMBER))
 }
 
+/// A sentence about another user's supervisor of this compose file, which root alone finds; commands of root's don't reach it.
+///
+/// # Errors
+/// When /proc can't be read.
+pub fn another_users(file: &Path) -> io::Result<Option<String>> {
+    let wanted = Identity::of(file);
+    let is_its = |found: &Found| {
+        Identity::of_door(found.name()).is_some_and(|identity| identity.is_of(found.process, &wanted, file))
+    };
+    let found = supervisors_of_others()?.into_iter().find(is_its);
+    Ok(found.map(|Found { process, user, .. }| {
+        format!("user {user} runs this project (process {process}); that user's commands reach it")
+    }))
+}
+
 /// A project's folder.
 #[derive(Clone, Debug)]
 pub struct StateDir {

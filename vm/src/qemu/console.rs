@@ -234,6 +234,20 @@ impl Console {
         drop(self.said.wait_timeout_while(self.lock(), limit, |i| !i.ended));
     }
 
+    /// As [`Console::wait_end`], and the console has ended then: a process beside QEMU that still has its end is not heard any more.
+    pub fn end_within(&self, limit: Duration) {
+        self.wait_end(limit);
+        let left = {
+            let inner = self.lock();
+            inner.input.clone().filter(|_| !inner.ended)
+        };
+        if let Some(socket) = left {
+            // The pump reads its end now.
+            let _gone_already = socket.shutdown(std::net::Shutdown::Both);
+            self.wait_end(limit);
+        }
+    }
+
     /// Gives `watcher` what is said from now on, after the last `recent` bytes, until [`Console::close`].
     ///
     /// # Errors

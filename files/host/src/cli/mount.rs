@@ -117,7 +117,9 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     for option in &args.options {
         command.args(["--options", option]);
     }
-    command.arg("--").arg(&args.zone).arg(&args.directory);
+    command.arg("--").arg(std::path::absolute(&args.zone)?).arg(std::path::absolute(&args.directory)?);
+    // It would keep the caller's folder busy.
+    command.current_dir("/");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     tombolo_zone::daemon::detach(&mut command, None);
     let mut child = command.spawn().context("starting the mount's process")?;
