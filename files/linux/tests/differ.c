@@ -2,8 +2,9 @@
 /*
  * Does the same random calls, above all the rarer ones, in two directories, of which one lies on the file system under test, and compares all that a
  * program can see: `differ DIR[,DIR] DIR SEED CALLS [WITHOUT...]`. Ends with 1 at the first difference and says which call it was. Run as root: each call is
- * some user's. DIR,DIR: one directory as two members mount it, of which each call takes either. WITHOUT: what one of the file systems lacks or does in its own way: zero (fallocate with FALLOC_FL_ZERO_RANGE), flags (chattr), acl, xattr, atime,
- * whiteout, chown (of neither owner nor group), sgid (on what its group may not execute).
+ * some user's. DIR,DIR: one directory as two members mount it, of which each call takes either. WITHOUT: what one of the file systems lacks or does in its
+ * own way: zero (fallocate with FALLOC_FL_ZERO_RANGE), flags (chattr), acl, xattr, atime, whiteout, chown (of neither owner nor group), sgid (on what its
+ * group may not execute).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
