@@ -56,7 +56,7 @@ static tmb_u64 new_mode(tmb_u64 mode, tmb_u32 what, const struct tfs_attr *attr)
 	return what & TFS_KILL_SGID ? mode & ~02000ULL : mode;
 }
 
-int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr)
+int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr, const struct tfs_attr *checked)
 {
 	struct tfs_inode *inode;
 	tmb_u32 slot;
@@ -64,6 +64,11 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 
 	if (err)
 		return err;
+	if (!tfs_is_checked(inode, checked)) {
+		tfs_tx_drop(fs, slot);
+		tfs_unlock(fs, &inode->lock);
+		return -EAGAIN;
+	}
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	/* chown clears S_ISUID: both changes happen or neither. */
 	if (what & (TFS_SET_MODE | TFS_KILL_SET_ID | TFS_KILL_SGID))

@@ -18,27 +18,39 @@ static tmb_u64 mix(tmb_u64 h, tmb_u64 word)
 	return h ^ h >> 29;
 }
 
-/* Returns the last len < 8 bytes of a name. */
-static tmb_u64 last_word(const char *name, tmb_u32 len)
+/* Returns the last len < 8 bytes of a name of 'all' bytes. Loads as many at once as the name has; some of them twice, to the same place. */
+static inline tmb_u64 last_word(const char *name, tmb_u32 len, tmb_u32 all)
 {
-	tmb_u64 word = 0;
+	tmb_u64 word;
+	tmb_u32 first, last;
 
-	for (tmb_u32 i = 0; i < len; i++)
-		word |= (tmb_u64)(tmb_u8)name[i] << 8 * i;
-	return word;
+	if (!len)
+		return 0;
+	if (all >= 8) {
+		memcpy(&word, name + len - 8, 8);
+		return word >> (64 - 8 * len);
+	}
+	if (len >= 4) {
+		memcpy(&first, name, 4);
+		memcpy(&last, name + len - 4, 4);
+		return first | (tmb_u64)last << 8 * (len - 4);
+	}
+	first = (tmb_u8)name[0];
+	return first | (tmb_u32)(tmb_u8)name[len / 2] << 8 * (len / 2) | (tmb_u32)(tmb_u8)name[len - 1] << 8 * (len - 1);
 }
 
 /* Of file systems from before TFS_INCOMPAT_KEYED_HASH. Names of one hash can be chosen whatever the seed is. */
 static TFS_SELDOM tmb_u32 unkeyed_hash(tmb_u64 seed, const char *name, tmb_u32 len)
 {
 	tmb_u64 h = seed ^ len, word;
+	tmb_u32 all = len;
 
 	for (; len >= 8; name += 8, len -= 8) {
 		memcpy(&word, name, 8);
 		h = mix(h, word);
 	}
 	if (len)
-		h = mix(h, last_word(name, len));
+		h = mix(h, last_word(name, len, all));
 	h *= 0xbf58476d1ce4e5b9ULL;
 	h ^= h >> 32;
 	return (tmb_u32)h;
@@ -81,6 +93,7 @@ static inline void sip_word(struct sip *v, tmb_u64 word)
 tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
 {
 	tmb_u64 key = fs->hash_seed, other = key ^ 0x9e3779b97f4a7c15ULL, word, bytes = (tmb_u64)len << 56;
+	tmb_u32 all = len;
 	struct sip v = {key ^ 0x736f6d6570736575ULL, other ^ 0x646f72616e646f6dULL, key ^ 0x6c7967656e657261ULL, other ^ 0x7465646279746573ULL};
 
 	if (__builtin_expect(!fs->keyed, 0))
@@ -89,7 +102,7 @@ tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
 		memcpy(&word, name, 8);
 		sip_word(&v, word);
 	}
-	sip_word(&v, bytes | last_word(name, len));
+	sip_word(&v, bytes | last_word(name, len, all));
 	v.c ^= 0xff;
 	sip_round(&v);
 	sip_round(&v);

@@ -141,7 +141,9 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before);
 #define TFS_SET_GID 128u
 #define TFS_KILL_SET_ID 256u /* clears S_ISUID, and S_ISGID of what its group may execute, as it is then; not with TFS_SET_MODE */
 #define TFS_KILL_SGID 512u   /* clears S_ISGID in any case */
-int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr);
+/* checked: the attributes by which the caller checked its right to the change; NULL: it needs none. -EAGAIN: the inode has another owner or other flags
+ * by now, and is not changed; the caller checks again. */
+int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr, const struct tfs_attr *checked);
 /* Updates the access time after a read, without a lock. */
 int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now);
 
@@ -376,8 +378,8 @@ tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 
 #define TFS_XATTR_REPLACE 2u
 #define TFS_XATTR_PERMISSIONS 4u /* of 'mode' only 0777 is taken: set-id bits and the sticky bit stay as they are when it changes ... */
 #define TFS_XATTR_KILL_SGID 8u	 /* ... but S_ISGID is cleared */
-/* value NULL: removes. mode >= 0: the inode's mode (07777) becomes it in the same transaction (ACLs). */
+/* value NULL: removes. mode >= 0: the inode's mode (07777) becomes it in the same transaction (ACLs). checked: as for tfs_setattr. */
 int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
-		  tmb_s64 now);
+		  const struct tfs_attr *checked, tmb_s64 now);
 
 #endif

@@ -414,6 +414,12 @@ static inline void tfs_changed(struct tfs_inode *inode, tmb_s64 now, bool data) 
 	tmb_store(&inode->ctime, now);
 	tmb_store_release(&inode->version, tmb_load(&inode->version) + 1);
 }
+/* Returns whether the inode, which is locked, has the owner and the flags by which the caller checked its right to change it. */
+static inline bool tfs_is_checked(struct tfs_inode *inode, const struct tfs_attr *checked)
+{
+	return !checked || (tmb_load(&inode->owner) == (checked->uid | (tmb_u64)checked->gid << 32) &&
+			    (tmb_u32)tmb_load(&inode->flags) == checked->flags);
+}
 /* Makes a tree over a copy of 'data' and stores its root word; 'mark' as in tfs_tree_link. *taken: its blocks, at most tfs_image_blocks. spare: it replaces
  * one that takes as many blocks, so a reserved block may be used. */
 int tfs_write_image(struct tfs *fs, tmb_u64 *rootp, const void *data, tmb_u64 len, tmb_u8 mark, bool spare, tmb_u64 *taken);

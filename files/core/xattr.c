@@ -228,7 +228,8 @@ static tmb_u64 mode_with(tmb_u64 old, tmb_u64 mode, tmb_u32 flags)
 	return flags & TFS_XATTR_KILL_SGID ? mode & ~02000ULL : mode;
 }
 
-int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode, tmb_s64 now)
+int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
+		  const struct tfs_attr *checked, tmb_s64 now)
 {
 	struct tfs_inode *inode;
 	tmb_u64 old, had, taken = 0, root = 0;
@@ -243,6 +244,10 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	err = tfs_tx_begin_on(fs, h, &slot, &inode);
 	if (err)
 		return err;
+	if (!tfs_is_checked(inode, checked)) {
+		err = -EAGAIN;
+		goto unlock;
+	}
 	tfs_tx_inode(fs, slot, 0, h.ino);
 	err = get_image(fs, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
 	if (err)

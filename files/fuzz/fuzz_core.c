@@ -221,7 +221,7 @@ static void build(void)
 	ino = make(&fs, any(TFS_ROOT_INO), "file", 0100644);
 	write_some(&fs, ino, 0, 20000);
 	write_some(&fs, ino, 1ULL << 33, 100);
-	if (tfs_xattr_set(&fs, ino, "user.a", data, 9000, 0, -1, 1) || tfs_xattr_set(&fs, dir, "user.b", data, 10, 0, -1, 1))
+	if (tfs_xattr_set(&fs, ino, "user.a", data, 9000, 0, -1, NULL, 1) || tfs_xattr_set(&fs, dir, "user.b", data, 10, 0, -1, NULL, 1))
 		abort();
 	ino = make(&fs, any(TFS_ROOT_INO), "huge", 0100644);
 	if (tfs_fallocate(&fs, ino, 0, 0, 2u << 20, 1))
@@ -237,7 +237,7 @@ static void build(void)
 	/* One object of each kind at the very end of the area, where an access one step too far faults. */
 	fs.alloc_cursor = fs.blocks - 4;
 	last = make(&fs, any(TFS_ROOT_INO), "last", 0040755);
-	if (tfs_xattr_set(&fs, last, "user.c", data, 100, 0, -1, 1))
+	if (tfs_xattr_set(&fs, last, "user.c", data, 100, 0, -1, NULL, 1))
 		abort();
 	fs.alloc_cursor = fs.blocks - 3;
 	if (tfs_set_lock(&fs, last, &lock))
@@ -393,11 +393,11 @@ static void step(struct tfs *fs)
 	case 13: tfs_seek(fs, h, at, len & 1); break;
 	case 14: tfs_xattr_get(fs, h, "user.a", buf, len); break;
 	case 15: tfs_xattr_list(fs, h, (char *)buf, len); break;
-	case 16: tfs_xattr_set(fs, h, len & 1 ? "user.a" : "user.n", len & 2 ? buf : NULL, len, (tmb_u32)at % 3, (int)at % 2 - 1, 1); break;
+	case 16: tfs_xattr_set(fs, h, len & 1 ? "user.a" : "user.n", len & 2 ? buf : NULL, len, (tmb_u32)at % 3, (int)at % 2 - 1, at & 4 ? &attr : NULL, 1); break;
 	case 17: tfs_readlink(fs, h, (char *)buf, (tmb_u32)len); break;
 	case 18: tfs_open_ref(fs, h); break;
 	case 19: tfs_close_ref(fs, h); break;
-	case 20: tfs_setattr(fs, h, (tmb_u32)len, &attr); break;
+	case 20: tfs_setattr(fs, h, (tmb_u32)len, &attr, at & 1 ? &attr : NULL); break;
 	case 21: tfs_statfs(fs, &st); break;
 	case 22: tfs_fault_block(fs, h, at >> 12, len, &run); break;
 	case 23: members[2].recovered_epoch = members[2].forgotten_epoch = 0; tfs_recover(fs, 2); break;

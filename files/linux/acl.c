@@ -72,8 +72,8 @@ static int acl_encode(const struct posix_acl *acl, void **value, size_t *size)
 	return 0;
 }
 
-/* Stores the ACL, and mode unless it is negative; how: TFS_XATTR_*. */
-static int store(struct inode *inode, int type, const struct posix_acl *acl, int mode, u32 how)
+/* Stores the ACL, and mode unless it is negative; how: TFS_XATTR_*; checked: as for tfs_xattr_set(). */
+static int store(struct inode *inode, int type, const struct posix_acl *acl, int mode, u32 how, const struct tfs_attr *checked)
 {
 	void *value;
 	size_t size;
@@ -81,26 +81,24 @@ static int store(struct inode *inode, int type, const struct posix_acl *acl, int
 
 	if (err)
 		return err;
-	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), acl_name(type), value, size, how, mode, tfs_os_now());
+	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), acl_name(type), value, size, how, mode, checked, tfs_os_now());
 	kfree(value);
 	return err == -ENODATA && !acl ? 0 : err; /* nothing to remove */
 }
 
-static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+/* Sets an ACL by the rights that follow from 'checked'. -EAGAIN: the file has another owner or other flags by now. */
+static int change(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type, const struct tfs_attr *checked)
 {
 	u32 how = TFS_XATTR_PERMISSIONS;
+	umode_t mode = inode->i_mode;
 	bool change_mode = false;
-	umode_t mode;
-	int err = tmb_refresh(inode);
 
-	if (err)
-		return err;
-	/* The VFS has checked the owner that this kernel knew. */
-	if (!inode_owner_or_capable(idmap, inode))
+	/* The VFS has checked the owner and the flags that this kernel knew. */
+	if (!inode_owner_or_capable(idmap, inode) || IS_IMMUTABLE(inode) || IS_APPEND(inode))
 		return -EPERM;
-	mode = inode->i_mode;
 	if (type == ACL_TYPE_ACCESS && acl) {
-		err = posix_acl_update_mode(idmap, inode, &mode, &acl);
+		int err = posix_acl_update_mode(idmap, inode, &mode, &acl);
+
 		if (err)
 			return err;
 		change_mode = true;
@@ -110,15 +108,28 @@ static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl,
 	} else if (type == ACL_TYPE_DEFAULT && !S_ISDIR(inode->i_mode)) {
 		return acl ? -EACCES : 0;
 	}
-	err = store(inode, type, acl, change_mode ? mode & 0777 : -1, how);
+	return store(inode, type, acl, change_mode ? mode & 0777 : -1, how, checked);
+}
+
+static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+{
+	struct tfs_attr checked;
+	unsigned int tries = 0;
+	int err;
+
+	do {
+		err = tmb_refresh_to(inode, &checked);
+		if (!err)
+			err = change(idmap, inode, acl, type, &checked);
+	} while (tmb_check_again(&err, &tries));
 	if (err)
 		return err;
 	tmb_tell_inode(inode, FS_ATTRIB);
 	return tmb_refresh(inode);
 }
 
-/* After a chmod: makes the ACL agree. The mode is stored with it, since another member may have changed both in between. */
-int tmb_acl_chmod(struct inode *inode, umode_t mode)
+/* For a chmod: makes the ACL agree, and stores the mode with it. 0: there is no ACL; 1: done; or an error, as change() gives it. */
+int tmb_acl_chmod(struct inode *inode, umode_t mode, const struct tfs_attr *checked)
 {
 	struct posix_acl *acl = tmb_get_acl(inode, ACL_TYPE_ACCESS, false);
 	int err;
@@ -128,9 +139,9 @@ int tmb_acl_chmod(struct inode *inode, umode_t mode)
 	err = __posix_acl_chmod(&acl, GFP_KERNEL, mode);
 	if (err)
 		return err;
-	err = store(inode, ACL_TYPE_ACCESS, acl, mode & 07777, 0);
+	err = store(inode, ACL_TYPE_ACCESS, acl, mode & 07777, 0, checked);
 	posix_acl_release(acl);
-	return err;
+	return err ? err : 1;
 }
 
 #if TMB_ACL_BY_DENTRY

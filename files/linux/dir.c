@@ -264,6 +264,8 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 		if (S_ISDIR(mode))
 			mode |= S_ISGID;
 	}
+	/* The VFS has done it by the directory's mode and group that this kernel knew. */
+	mode = mode_strip_sgid(idmap, dir, mode);
 	c.mode = mode;
 	c.rdev = (u64)MAJOR(rdev) << MINORBITS | MINOR(rdev);
 	c.symlink = target;
@@ -432,6 +434,12 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 
 	if (dentry->d_name.len > TFS_NAME_MAX)
 		return -ENAMETOOLONG;
+	err = tmb_refresh(inode);
+	if (err)
+		return err;
+	/* The VFS has checked the flags that this kernel knew. */
+	if (IS_IMMUTABLE(inode) || IS_APPEND(inode))
+		return -EPERM;
 	/* Binds the inode number to this file. */
 	err = tmb_hold(inode);
 	if (err)

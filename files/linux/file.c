@@ -221,8 +221,9 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		err = lock_for_write(file, &w, &attr);
 		if (err)
 			break;
-		/* The size for O_APPEND and limits: only a holder of the lock may change it. */
-		i_size_write(inode, attr.size);
+		/* generic_write_checks() takes the end from this kernel's copy. Only a holder of the core's lock changes the size. */
+		if (iocb->ki_flags & IOCB_APPEND)
+			tmb_refresh_size(inode);
 		err = generic_write_checks(iocb, from);
 		if (err <= 0) {
 			abandon_write(fs, &w);
@@ -231,8 +232,8 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		want = err;
 		saved = *from;
 		err = write_locked(inode, &w, &attr, iocb->ki_pos, from, pieces, &done);
-		if (done)
-			i_size_write(inode, max_t(loff_t, attr.size, iocb->ki_pos + done));
+		if (iocb->ki_pos + done > attr.size)
+			tmb_refresh_size(inode);
 		tfs_unlock_inode(fs, inode->i_ino);
 		filled |= w.started;
 		iocb->ki_pos += done;
@@ -309,7 +310,7 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 		return err;
 	err = tfs_truncate_locked(tmb_fs(inode), &w, size, kill_suid, tfs_os_now());
 	if (!err) {
-		i_size_write(inode, size);
+		tmb_refresh_size(inode);
 		/* Private copies of pages beyond the end go too. */
 		unmap_mapping_range(inode->i_mapping, round_up(size, PAGE_SIZE), 0, 1);
 	}
@@ -342,7 +343,12 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 	if (mode & FALLOC_FL_ZERO_RANGE)
 		how |= TFS_FALLOC_ZERO;
 	inode_lock(inode);
-	err = remove_privileges(file);
+	err = tmb_refresh(inode);
+	/* The VFS has checked the flags that this kernel knew. */
+	if (!err && (IS_IMMUTABLE(inode) || (IS_APPEND(inode) && mode & ~FALLOC_FL_KEEP_SIZE)))
+		err = -EPERM;
+	if (!err)
+		err = remove_privileges(file);
 	if (!err && !(mode & FALLOC_FL_KEEP_SIZE) && offset + length > i_size_read(inode))
 		err = inode_newsize_ok(inode, offset + length);
 	if (err)

@@ -11,6 +11,8 @@
 #include <linux/slab.h>
 #include <linux/xattr.h>
 
+#define TMB_CHECK_TRIES 100 /* each further one means that another member has changed the inode's owner or flags */
+
 struct iget_key {
 	u64 ino;
 	u32 generation;
@@ -33,13 +35,15 @@ static int iget_set(struct inode *inode, void *data)
 	return 0;
 }
 
+/*
+ * Stores attributes in the VFS's inode. The caller holds i_lock, and has held it since it read them: a refresh that was held up on its way replaces no
+ * newer ones, and two concurrent ones don't confuse the super block's count of unlinked inodes.
+ */
 static void apply(struct inode *inode, const struct tfs_attr *a)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	unsigned int flags = 0;
 
-	/* i_lock: two concurrent refreshes must not confuse the super block's count of unlinked inodes. */
-	spin_lock(&inode->i_lock);
 	inode->i_mode = a->mode;
 	/* As i_uid_write() does it for a super block of the initial user name space, which this one always is. */
 	inode->i_uid = KUIDT_INIT(a->uid);
@@ -60,7 +64,6 @@ static void apply(struct inode *inode, const struct tfs_attr *a)
 	/* Last: a reader that finds it equal to the zone's uses the fields above. */
 	smp_wmb();
 	ti->seen = *a;
-	spin_unlock(&inode->i_lock);
 }
 
 /* Returns whether the copies equal the zone's attributes. */
@@ -82,15 +85,49 @@ int tmb_refresh(struct inode *inode)
 
 	if (fresh(inode))
 		return 0;
+	spin_lock(&inode->i_lock);
 	err = tfs_getattr(tmb_fs(inode), tmb_h(inode), &a);
-	if (err)
-		return err;
-	if ((a.mode ^ inode->i_mode) & S_IFMT) {
+	if (!err && (a.mode ^ inode->i_mode) & S_IFMT) {
 		tfs_os_damage(tmb_fs(inode), "an inode changed its type", inode->i_ino, a.mode);
-		return -EUCLEAN;
+		err = -EUCLEAN;
 	}
-	apply(inode, &a);
-	return 0;
+	if (!err)
+		apply(inode, &a);
+	spin_unlock(&inode->i_lock);
+	return err;
+}
+
+/* Renews the copy of the size alone, which is less work. The caller may hold the core's lock of the inode. */
+void tmb_refresh_size(struct inode *inode)
+{
+	spin_lock(&inode->i_lock);
+	i_size_write(inode, tfs_size(tmb_fs(inode), tmb_h(inode)));
+	spin_unlock(&inode->i_lock);
+}
+
+/*
+ * Renews the copies and gives them. A caller takes them before it checks rights by the inode, and passes them to the core, which compares them under its
+ * lock: a chmod that its file's owner may do has to wait, and meanwhile another member gives the file to root.
+ */
+int tmb_refresh_to(struct inode *inode, struct tfs_attr *a)
+{
+	int err = tmb_refresh(inode);
+
+	spin_lock(&inode->i_lock);
+	*a = tmb_i(inode)->seen;
+	spin_unlock(&inode->i_lock);
+	return err;
+}
+
+/* Returns whether the caller checks its rights once more, since the core found others (-EAGAIN). */
+bool tmb_check_again(int *err, unsigned int *tries)
+{
+	if (*err != -EAGAIN)
+		return false;
+	if (++*tries < TMB_CHECK_TRIES)
+		return true;
+	*err = -ESTALE;
+	return false;
 }
 
 /* Returns the handle's inode with current attributes. -ESTALE: there is none. */
@@ -110,16 +147,15 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 	if (!inode)
 		return ERR_PTR(-ENOMEM);
 	if (!(inode->i_state & I_NEW)) {
-		if ((a.mode ^ inode->i_mode) & S_IFMT) {
-			iput(inode);
-			tfs_os_damage(fs, "an inode changed its type", ino, a.mode);
-			return ERR_PTR(-EUCLEAN);
-		}
-		if (!fresh(inode))
-			apply(inode, &a);
-		return inode;
+		err = tmb_refresh(inode);
+		if (!err)
+			return inode;
+		iput(inode);
+		return ERR_PTR(err);
 	}
+	spin_lock(&inode->i_lock);
 	apply(inode, &a);
+	spin_unlock(&inode->i_lock);
 	cache_no_acl(inode);
 	inode->i_acl = inode->i_default_acl = ACL_DONT_CACHE;
 	switch (a.mode & S_IFMT) {
@@ -277,9 +313,10 @@ static int reference_locked(struct inode *inode)
 /* Keeps the file alive in the zone until this inode is evicted (or opened and closed). */
 int tmb_reference(struct inode *inode)
 {
-	int err;
+	int err = mutex_lock_killable(&tmb_i(inode)->lock);
 
-	mutex_lock(&tmb_i(inode)->lock);
+	if (err)
+		return err;
 	err = reference_locked(inode);
 	mutex_unlock(&tmb_i(inode)->lock);
 	return err;
@@ -315,9 +352,10 @@ void tmb_unreference(struct inode *inode)
 int tmb_hold(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
-	int err;
+	int err = mutex_lock_killable(&ti->lock);
 
-	mutex_lock(&ti->lock);
+	if (err)
+		return err;
 	err = reference_locked(inode);
 	if (!err)
 		ti->opens++;
@@ -400,19 +438,19 @@ int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
 	return err ? err : generic_permission(idmap, inode, mask);
 }
 
-int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
+/* Changes attributes, the size first and once, by the rights that follow from 'checked'. -EAGAIN: the file has another owner or other flags by now. */
+static int change(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr, const struct tfs_attr *checked)
 {
 	struct inode *inode = d_inode(dentry);
 	struct tfs_attr a = {};
+	bool stored = false;
 	u32 what = 0;
-	int err = tmb_refresh(inode);
+	int err;
 
 	/* The VFS has checked the flags that this kernel knew, and not those of a file that is open. */
-	if (!err && (IS_IMMUTABLE(inode) ||
-		     (IS_APPEND(inode) && attr->ia_valid & (ATTR_SIZE | ATTR_MODE | ATTR_UID | ATTR_GID | ATTR_TIMES_SET))))
-		err = -EPERM;
-	if (!err)
-		err = setattr_prepare(idmap, dentry, attr);
+	if (IS_IMMUTABLE(inode) || (IS_APPEND(inode) && attr->ia_valid & (ATTR_SIZE | ATTR_MODE | ATTR_UID | ATTR_GID | ATTR_TIMES_SET)))
+		return -EPERM;
+	err = setattr_prepare(idmap, dentry, attr);
 	if (err)
 		return err;
 	if (attr->ia_valid & ATTR_SIZE) {
@@ -420,6 +458,8 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		err = tmb_truncate(inode, attr->ia_size, !capable(CAP_FSETID));
 		if (err)
 			return err;
+		attr->ia_valid &= ~ATTR_SIZE;
+		tmb_tell(dentry, FS_MODIFY);
 	}
 	/*
 	 * With ATTR_KILL_*, the mode is the VFS's copy of it without these bits, or there is none if the copy has no such bits. Another member may have
@@ -450,17 +490,36 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 		what |= TFS_SET_MTIME;
 		a.mtime = tmb_to_ns(attr->ia_mtime);
 	}
-	if (what || attr->ia_valid & ATTR_CTIME)
-		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), what, &a);
-	if (!err && what & TFS_SET_MODE && READ_ONCE(tmb_i(inode)->seen.has_xattr))
-		err = tmb_acl_chmod(inode, attr->ia_mode);
-	if (err)
+	if (what & TFS_SET_MODE && checked->has_xattr) {
+		err = tmb_acl_chmod(inode, a.mode, checked);
+		if (err < 0)
+			return err;
+		stored = err;
+	}
+	if (stored)
+		what &= ~TFS_SET_MODE;
+	if (what || (attr->ia_valid & ATTR_CTIME && !stored))
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), what, &a, checked);
+	if (err < 0)
 		return err;
-	if (attr->ia_valid & ATTR_SIZE)
-		tmb_tell(dentry, FS_MODIFY);
-	if (what)
+	if (what || stored)
 		tmb_tell(dentry, FS_ATTRIB);
 	return tmb_refresh(inode);
+}
+
+int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
+{
+	struct iattr left = *attr;
+	struct tfs_attr checked;
+	unsigned int tries = 0;
+	int err;
+
+	do {
+		err = tmb_refresh_to(d_inode(dentry), &checked);
+		if (!err)
+			err = change(idmap, dentry, &left, &checked);
+	} while (tmb_check_again(&err, &tries));
+	return err;
 }
 
 static int stamp(struct inode *inode, int flags, s64 now)
@@ -471,7 +530,7 @@ static int stamp(struct inode *inode, int flags, s64 now)
 	if (flags & S_ATIME)
 		err = tfs_touch_atime(tmb_fs(inode), tmb_h(inode), now);
 	if (!err && flags & (S_MTIME | S_CTIME))
-		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), flags & S_MTIME ? TFS_SET_MTIME : 0, &a);
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), flags & S_MTIME ? TFS_SET_MTIME : 0, &a, NULL);
 	return err ? err : tmb_refresh(inode);
 }
 
@@ -500,14 +559,21 @@ int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa)
 
 int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *fa)
 {
+	struct tfs_attr a = { .flags = fa->flags }, checked;
 	struct inode *inode = d_inode(dentry);
-	struct tfs_attr a = {};
+	unsigned int tries = 0;
 	int err;
 
 	if (fileattr_has_fsx(fa) || fa->flags & ~(TFS_FL_IMMUTABLE | TFS_FL_APPEND))
 		return -EOPNOTSUPP;
-	a.flags = fa->flags;
-	err = tfs_setattr(tmb_fs(inode), tmb_h(inode), TFS_SET_FLAGS, &a);
+	do {
+		err = tmb_refresh_to(inode, &checked);
+		/* The VFS has checked the owner and the flags that this kernel knew. */
+		if (!err && (!inode_owner_or_capable(idmap, inode) || (a.flags != checked.flags && !capable(CAP_LINUX_IMMUTABLE))))
+			err = -EPERM;
+		if (!err)
+			err = tfs_setattr(tmb_fs(inode), tmb_h(inode), TFS_SET_FLAGS, &a, &checked);
+	} while (tmb_check_again(&err, &tries));
 	if (err)
 		return err;
 	tmb_tell(dentry, FS_ATTRIB);

@@ -209,13 +209,16 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	}
 	if (order == TMB_ORDER_PTE && vma->vm_flags & VM_SHARED)
 		err = fill_hole(inode, vmf->pgoff);
+	/* Without room for a block, a hole is read as zeroes. */
+	if (!write && (err == -ENOSPC || err == -EDQUOT))
+		err = 0;
 	/* A removal has the lock while it waits for other members' mappings. */
 	if (!err)
 		err = down_read_killable(&mapping->invalidate_lock);
 	if (!err) {
 		err = map_reference(inode);
 		if (!err) {
-			i_size_write(inode, tfs_size(&s->fs, tmb_h(inode)));
+			tmb_refresh_size(inode);
 			ret = dax_iomap_fault(vmf, order, NULL, &err, &tmb_iomap_ops);
 			again = err == -EAGAIN;
 			err = 0;

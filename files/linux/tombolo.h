@@ -147,6 +147,9 @@ void tmb_zone_leave(struct tmb_zone *zone, u32 member, u32 epoch);
 extern const struct inode_operations tmb_file_iops, tmb_symlink_iops, tmb_special_iops;
 struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h);
 int tmb_refresh(struct inode *inode);
+void tmb_refresh_size(struct inode *inode);
+int tmb_refresh_to(struct inode *inode, struct tfs_attr *a);
+bool tmb_check_again(int *err, unsigned int *tries);
 int tmb_hold(struct inode *inode);
 void tmb_unhold(struct inode *inode);
 int tmb_reference(struct inode *inode);
@@ -214,7 +217,7 @@ int tmb_set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, in
 #define TMB_ACL_OPS .get_acl = tmb_get_acl, .set_acl = tmb_set_acl
 #endif
 struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu);
-int tmb_acl_chmod(struct inode *inode, umode_t mode);
+int tmb_acl_chmod(struct inode *inode, umode_t mode, const struct tfs_attr *checked);
 /* The attributes that a new inode under 'dir' starts with, as a struct tfs_xattr_image; *mode gets what the ACL says. *image NULL: none. */
 int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *length);
 

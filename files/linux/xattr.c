@@ -23,6 +23,8 @@ static int get(const struct xattr_handler *handler, struct dentry *dentry, struc
 	return tfs_xattr_get(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), buffer, size);
 }
 
+static const struct xattr_handler security_handler;
+
 static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct dentry *dentry, struct inode *inode,
 	       const char *name, const void *value, size_t size, int flags)
 {
@@ -33,7 +35,13 @@ static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct den
 		how |= TFS_XATTR_CREATE;
 	if (flags & XATTR_REPLACE)
 		how |= TFS_XATTR_REPLACE;
-	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), value, size, how, -1, tfs_os_now());
+	err = tmb_refresh(inode);
+	if (err)
+		return err;
+	/* The VFS has checked the flags that this kernel knew. What is written to an append-only file removes its capabilities. */
+	if (IS_IMMUTABLE(inode) || (IS_APPEND(inode) && (value || handler != &security_handler)))
+		return -EPERM;
+	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), value, size, how, -1, NULL, tfs_os_now());
 	if (err)
 		return err;
 	tmb_tell(dentry, FS_ATTRIB);

@@ -466,7 +466,13 @@ impl Filesystem {
     /// Sets the attributes that `what` (`TFS_SET_*`) names.
     pub fn setattr(&self, ino: impl Into<Handle>, what: u32, attr: &Attr) -> Result<()> {
         // SAFETY: an open handle.
-        check(unsafe { sys::tfs_setattr(self.writable()?, raw(ino), what, attr) })
+        check(unsafe { sys::tfs_setattr(self.writable()?, raw(ino), what, attr, std::ptr::null()) })
+    }
+
+    /// The same for a caller whose right to it follows from the inode's owner and flags in `checked`. EAGAIN: it has others by now.
+    pub fn setattr_as(&self, checked: &Attr, what: u32, attr: &Attr) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_setattr(self.writable()?, raw(Handle::from(checked)), what, attr, checked) })
     }
 
     /// Updates the access time.

@@ -200,6 +200,31 @@ fn who_has_a_file_open_that_another_mount_gives_away_can_change_it_no_more_than_
     assert_eq!((now.mode() & 0o7777, now.uid()), (0o644, 0));
 }
 
+/// The kernel of the first mount still knows the group in which the owner is.
+#[test]
+fn who_has_an_open_file_that_another_mount_gave_to_a_group_runs_nothing_as_that_group() {
+    let rig = Rig::new();
+    let path = rig.at("a/f");
+    fs::write(&path, b"x").expect("write");
+    std::os::unix::fs::chown(&path, Some(1000), Some(1000)).expect("chown");
+    let file = fs::OpenOptions::new().write(true).open(&path).expect("open");
+    assert_eq!(file.metadata().expect("stat").gid(), 1000);
+    std::os::unix::fs::chown(rig.at("b/f"), None, Some(50)).expect("chgrp");
+    let code = in_child(|| {
+        // SAFETY: plain calls of a child with one thread.
+        unsafe {
+            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setgid(1000) != 0 || libc::setuid(1000) != 0
+            {
+                return 2;
+            }
+            libc::fchmod(file.as_raw_fd(), 0o2755)
+        }
+    });
+    assert_eq!(code, 0, "it is the owner's");
+    let now = fs::metadata(rig.at("b/f")).expect("stat");
+    assert_eq!((now.mode() & 0o7777, now.gid()), (0o755, 50));
+}
+
 #[test]
 fn a_file_unlinked_in_one_mount_lives_in_the_other_until_it_is_closed() {
     let rig = Rig::new();

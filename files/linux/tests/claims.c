@@ -851,6 +851,22 @@ static int seen(char **a)
 	return 0;
 }
 
+/* sparse FILE: in a full zone, a file of holes is read through a mapping to which may be stored; a store finds no room */
+static int sparse(char **a)
+{
+	int fd = open(a[0], O_RDWR);
+	volatile unsigned char *m = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+	CHECK(fd >= 0 && m != MAP_FAILED);
+	for (int i = 0; i < 256; i++)
+		CHECK(peek(m + i * 4096) == 0);
+	if (sigsetjmp(bus, 1))
+		return 0;
+	m[0] = 1;
+	CHECK(!"a store to a hole of a full zone is refused");
+	return 1;
+}
+
 /* holes FILE: what is stored into a hole shows in a mapping that showed zeroes there, however it is stored */
 static int holes(char **a)
 {
@@ -1151,7 +1167,7 @@ static int late(char **a)
 					    4, 0, 5, 0, 255, 255, 255, 255, 16, 0, 5, 0, 255, 255, 255, 255, 32, 0, 5, 0, 255, 255, 255, 255};
 	const char *what = a[0], *f = a[1], *name = "system.posix_acl_access";
 	struct stat st;
-	int fd = open(f, O_RDONLY);
+	int fd = open(f, strncmp(what, "fixed", 5) ? O_RDONLY : O_RDWR);
 
 	CHECK(fd >= 0 && !fstat(fd, &st) && !close(open(a[2], O_CREAT | O_WRONLY, 0600)));
 	if (!strcmp(what, "truncate") || !strcmp(what, "owner"))
@@ -1168,11 +1184,67 @@ static int late(char **a)
 		CHECK(!fchown(fd, 3000, -1));
 	} else if (!strcmp(what, "truncate")) {
 		CHECK(!truncate(f, 1));
+	} else if (!strcmp(what, "fixed-fallocate")) {
+		FAILS(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), EPERM);
+	} else if (!strcmp(what, "fixed-xattr")) {
+		FAILS(fsetxattr(fd, "user.a", "x", 1, 0), EPERM);
+	} else if (!strcmp(what, "fixed-acl")) {
+		FAILS(fsetxattr(fd, name, acl, sizeof(acl), 0), EPERM);
+	} else if (!strcmp(what, "fixed-write")) {
+		FAILS(write(fd, "x", 1), EPERM);
 	} else {
 		FAILS(fsetxattr(fd, name, acl, sizeof(acl), 0), EPERM);
 		FAILS(setxattr(f, name, acl, sizeof(acl), 0), EPERM);
 		FAILS(unlink(f), EPERM);
 	}
+	return 0;
+}
+
+/* chattr FILE FLAGS: sets these (FS_*_FL) and no others */
+static int chattr(char **a)
+{
+	int fd = open(a[0], O_RDONLY), flags = atoi(a[1]);
+
+	CHECK(fd >= 0 && !ioctl(fd, FS_IOC_SETFLAGS, &flags));
+	return 0;
+}
+
+/* mine WHAT FILE: its owner, user 2000, does WHAT, which has to wait; meanwhile another guest changes the file's owner or flags */
+static int mine(char **a)
+{
+	static const unsigned char acl[] = {2, 0, 0, 0, 1, 0, 7, 0, 255, 255, 255, 255, 2, 0, 7, 0, 0xd0, 7, 0, 0,
+					    4, 0, 0, 0, 255, 255, 255, 255, 16, 0, 7, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255, 255, 255};
+	const char *what = a[0], *f = a[1], *name = "system.posix_acl_access";
+	struct timespec times[2] = {{.tv_sec = 1}, {.tv_sec = 1}};
+	int fd = open(f, O_RDONLY), none = 0;
+
+	if (!strcmp(what, "give-acl")) {
+		CHECK(!setxattr(f, name, acl, sizeof(acl), 0));
+		return 0;
+	}
+	CHECK(fd >= 0 && !setgid(2000) && !setuid(2000));
+	if (!strcmp(what, "chmod"))
+		FAILS(chmod(f, 04755), EPERM);
+	else if (!strcmp(what, "acl"))
+		FAILS(setxattr(f, name, acl, sizeof(acl), 0), EPERM);
+	else if (!strcmp(what, "times"))
+		FAILS(utimensat(AT_FDCWD, f, times, 0), EPERM);
+	else
+		FAILS(ioctl(fd, FS_IOC_SETFLAGS, &none), EPERM);
+	return 0;
+}
+
+/* look FILE STOP: looks at the file's attributes until there is STOP */
+static int look(char **a)
+{
+	int fd = open(a[0], O_RDONLY);
+	struct stat st;
+
+	CHECK(fd >= 0);
+	do {
+		for (int i = 0; i < 1000; i++)
+			CHECK(!fstat(fd, &st));
+	} while (access(a[1], F_OK));
 	return 0;
 }
 
@@ -1221,6 +1293,7 @@ static const struct {
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
+	{"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
 };
 
 int main(int argc, char **argv)

@@ -249,6 +249,14 @@ def a_full_zone_says_so_and_loses_nothing(a):
 
 
 @claim(1)
+def a_hole_of_a_full_zone_is_read_as_zeroes_through_any_mapping(a):
+    a.ok("touch /mnt/sparse; truncate -s 1M /mnt/sparse; ls /mnt")
+    need(a.run("dd if=/dev/zero of=/mnt/full bs=1M count=400; while echo x >> /mnt/full; do :; done")[0] == 0, "the zone is full")
+    a.ok("claims sparse /mnt/sparse && test $(cat /mnt/sparse | wc -c) = 1048576")
+    a.ok("rm /mnt/full /mnt/sparse")
+
+
+@claim(1)
 def a_program_can_run_from_the_zone_and_from_an_unlinked_file(a):
     a.ok("cp /bin/busybox /mnt/busybox && /mnt/busybox sh -c 'rm /mnt/busybox; exit 0' && test ! -e /mnt/busybox")
 
@@ -480,15 +488,15 @@ def a_storm_of_operations_from_two_guests_leaves_both_in_agreement(a, b):
     emptied(a, b)
 
 
-def changed_meanwhile(a, b, what, before, after):
-    """What `late` does in b once a has changed the mode and owner of a file that b knows; the file's mode then."""
+def changed_meanwhile(a, b, what, before, after, restore="true"):
+    """What `late` does in b once a has changed the mode, owner or flags of a file that b knows; the file's mode and owner then."""
     a.ok("rm -rf /mnt/late && mkdir /mnt/late && chmod 1777 /mnt/late && echo text >/mnt/late/f && cd /mnt/late && %s" % before)
     late = "/mnt/late/f /mnt/late/ready /mnt/late/go"
     b.ok("(claims late %s %s >/late 2>&1; echo $? >>/late) & while [ ! -e /mnt/late/ready ]; do sleep 0.1; done" % (what, late))
     a.ok("cd /mnt/late && %s && touch go" % after)
     comes_to(b, "tail -n 1 /late | grep -x '[0-9]*' || true", "0")
-    mode = a.ok("stat -c '%a %u' /mnt/late/f")
-    a.ok("cd / && rm -r /mnt/late")
+    mode = a.ok("stat -c '%a %u' /mnt/late/f; cd / && " + restore)
+    a.ok("rm -r /mnt/late")
     return mode
 
 
@@ -513,6 +521,49 @@ def who_owned_a_file_before_another_guest_gave_it_away_has_no_right_to_it_any_mo
     mode = changed_meanwhile(a, b, "owner", "chown 2000 f", "chown 3000 f && chmod 0600 f")
     need(mode == "600 3000", mode)
     emptied(a, b)
+
+
+@claim(2)
+def a_right_counts_when_the_change_is_made_and_not_when_it_began_to_wait_for_another_guests(a, b):
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        for what, acl, at, becomes in (("chmod", False, 16, 0), ("chmod", True, 16, 0), ("acl", False, 16, 0), ("times", False, 16, 0), ("flags", False, 32, 16)):
+            a.ok("echo text > /mnt/f; chmod 700 /mnt/f; chown 2000:2000 /mnt/f; rm -f /tmp/mine")
+            if acl:
+                a.ok("claims mine give-acl /mnt/f")
+            mode = a.ok("stat -c %a /mnt/f")
+            inode = inode_table(m) + 256 * int(a.ok("stat -c %i /mnt/f"))
+            lock = inode + 192
+            struct.pack_into("<Q", m, lock, held_by_member_1(m))
+            try:
+                a.ok("(claims mine %s /mnt/f >/tmp/mine 2>&1; echo $? >>/tmp/mine) > /dev/null 2>&1 &" % what)
+                end = time.monotonic() + TIMEOUT
+                while not waits(m, lock):
+                    need(time.monotonic() < end, "%s does not wait" % what)
+                # As a chown to root or a chattr +i by the other guest stores it: the field, and the inode's version.
+                for field, value in (at, becomes), (160, struct.unpack_from("<Q", m, inode + 160)[0] + 1):
+                    struct.pack_into("<Q", m, inode + field, value)
+            finally:
+                let_go_by_member_1(m, lock)
+            comes_to(a, "tail -n 1 /tmp/mine | grep -x '[0-9]*' || true", "0")
+            left = a.ok("stat -c '%a %u' /mnt/f")
+            need(left == "%s %d" % (mode, 2000 if at == 32 else 0), "%s: %s" % (what, left))
+            need(struct.unpack_from("<Q", m, inode + at)[0] == becomes, "%s: undone" % what)
+            a.ok("claims chattr /mnt/f 0; rm /mnt/f")
+
+
+@claim(2)
+def what_another_guest_made_immutable_changes_through_no_descriptor_that_was_open(a, b):
+    for what in "fallocate", "xattr", "acl", "write":
+        mode = changed_meanwhile(a, b, "fixed-" + what, "chmod 0644 f", "claims chattr f 16", "claims chattr /mnt/late/f 0")
+        need(mode == "644 0", "%s: %s" % (what, mode))
+    emptied(a, b)
+
+
+@claim(2, smp=4)
+def appends_of_two_guests_stay_whole_while_both_look_at_the_file(a, b):
+    a.ok("touch /mnt/log")
+    both(a, b, "rm -f /tmp/stop; for i in 1 2; do claims look /mnt/log /tmp/stop & done; claims append /mnt/log %d " + os.environ.get("TOMBOLO_APPENDS", "1500") + "; touch /tmp/stop; wait")
+    a.ok("claims appended /mnt/log 2 " + os.environ.get("TOMBOLO_APPENDS", "1500") + " && rm /mnt/log")
 
 
 @claim(2)

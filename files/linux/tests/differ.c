@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Does the same random calls, above all the rarer ones, in two directories, of which one lies on the file system under test, and compares all that a
- * program can see: `differ DIR DIR SEED CALLS [WITHOUT...]`. Ends with 1 at the first difference and says which call it was. Run as root: each call is some
- * user's. WITHOUT: what one of the file systems lacks or does in its own way: zero (fallocate with FALLOC_FL_ZERO_RANGE), flags (chattr), acl, xattr, atime,
- * whiteout, chown (of neither owner nor group), sgid (on what its group may not execute).
+ * program can see: `differ DIR[,DIR] DIR SEED CALLS [WITHOUT...]`. Ends with 1 at the first difference and says which call it was. Run as root: each call is
+ * some user's. DIR,DIR: one directory as two members mount it, of which each call takes either. WITHOUT: what one of the file systems lacks or does in its
+ * own way: zero (fallocate with FALLOC_FL_ZERO_RANGE), flags (chattr), acl, xattr, atime, whiteout, chown (of neither owner nor group), sgid (on what its
+ * group may not execute).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -34,9 +35,13 @@ enum { ZERO, FLAGS, ACL, XATTR, ATIME, WHITEOUT, CHOWN, SGID, FEATURES };
 static const char *const features[FEATURES] = {"zero", "flags", "acl", "xattr", "atime", "whiteout", "chown", "sgid"};
 static int without[FEATURES];
 
-static const char *top[2];
+static const char *top[2]; /* the mounts that the present call uses */
 static int top_fd[2];
+static const char *tops[2][2];
+static int tops_fd[2][2];
+static unsigned used;
 static int fds[2][FILES]; /* -1: none */
+static unsigned fd_of[FILES]; /* by which mount it was opened */
 static char what[4096];	  /* the present call, in words */
 static uint64_t state;
 static long step;
@@ -394,12 +399,23 @@ static void aged(struct got *g, const char *path, int fd[2], struct timespec cha
 /* Opens a file on both sides in place of the k-th one. */
 static void reopen(struct got *g, unsigned k, const char *path, int flags, int mode)
 {
+	fd_of[k] = used;
 	BOTH {
 		if (fds[s][k] >= 0)
 			close(fds[s][k]);
 		fds[s][k] = openat(top_fd[s], path, flags, mode);
 		g[s].ret = fds[s][k] < 0 ? -1 : 0;
 		g[s].err = errno;
+	}
+}
+
+/* Takes this one of each side's mounts for the present call. */
+static void use(unsigned mount)
+{
+	used = mount;
+	BOTH {
+		top[s] = tops[s][mount];
+		top_fd[s] = tops_fd[s][mount];
 	}
 }
 
@@ -416,6 +432,7 @@ static void one(void)
 
 	memset(g, 0, sizeof(g));
 	*what = 0;
+	use(tops[0][0] == tops[0][1] ? 0 : below(2));
 	path_of(a);
 	path_of(b);
 	if (ages) {
@@ -425,7 +442,7 @@ static void one(void)
 	}
 	if (uid != euid)
 		become(uid);
-	say("[%d] ", uid);
+	say("[%d%s] ", uid, used ? ", the other mount" : "");
 	switch (below(50)) {
 	case 0:
 	case 1:
@@ -450,6 +467,7 @@ static void one(void)
 		replaced = 1;
 		break;
 	case 5: /* link by descriptor */
+		use(fd_of[k]);
 		say("linkat(%u, %s)", k, shown(a));
 		flags = (int)below(2);
 		BOTH {
@@ -970,7 +988,7 @@ int main(int argc, char **argv)
 	long calls;
 
 	if (argc < 5) {
-		fprintf(stderr, "differ DIR DIR SEED CALLS [WITHOUT...]\n");
+		fprintf(stderr, "differ DIR[,DIR] DIR SEED CALLS [WITHOUT...]\n");
 		return 2;
 	}
 	for (int i = 5; i < argc; i++)
@@ -982,11 +1000,18 @@ int main(int argc, char **argv)
 	umask(022);
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	BOTH {
-		top[s] = argv[1 + s];
-		top_fd[s] = open(top[s], O_RDONLY | O_DIRECTORY);
-		if (top_fd[s] < 0 || fchmod(top_fd[s], 01777)) {
-			perror(top[s]);
-			return 2;
+		char *other = strchr(argv[1 + s], ',');
+
+		if (other)
+			*other++ = 0;
+		tops[s][0] = argv[1 + s];
+		tops[s][1] = other ? other : argv[1 + s];
+		for (int i = 0; i < 2; i++) {
+			tops_fd[s][i] = open(tops[s][i], O_RDONLY | O_DIRECTORY);
+			if (tops_fd[s][i] < 0 || fchmod(tops_fd[s][i], 01777)) {
+				perror(tops[s][i]);
+				return 2;
+			}
 		}
 		for (int i = 0; i < FILES; i++)
 			fds[s][i] = -1;

@@ -5,7 +5,7 @@ use std::ffi::{CString, c_int};
 
 use rustix::io::Errno;
 
-use super::{FileLock, Filesystem, Handle, Result, Run, check, check_len, now, raw};
+use super::{Attr, FileLock, Filesystem, Handle, Result, Run, check, check_len, now, raw};
 use crate::sys;
 
 impl Filesystem {
@@ -172,13 +172,38 @@ impl Filesystem {
         flags: u32,
         mode: Option<u32>,
     ) -> Result<()> {
+        self.store_xattr(ino.into(), name, value, flags, mode, std::ptr::null())
+    }
+
+    /// The same for a caller whose right to it follows from the inode's owner and flags in `checked`. EAGAIN: it has others by now.
+    pub fn xattr_set_as(
+        &self,
+        checked: &Attr,
+        name: &[u8],
+        value: Option<&[u8]>,
+        flags: u32,
+        mode: Option<u32>,
+    ) -> Result<()> {
+        self.store_xattr(checked.into(), name, value, flags, mode, checked)
+    }
+
+    fn store_xattr(
+        &self,
+        file: Handle,
+        name: &[u8],
+        value: Option<&[u8]>,
+        flags: u32,
+        mode: Option<u32>,
+        checked: *const Attr,
+    ) -> Result<()> {
         let name = CString::new(name).map_err(|_| Errno::INVAL)?;
         // An empty value is not "remove": any non-null pointer will do for it.
         let (ptr, len) = value.map_or((std::ptr::null(), 0), |v| (v.as_ptr(), v.len() as u64));
         let mode = mode.map_or(-1, |m| m as c_int);
-        // SAFETY: an open handle; pointers with their lengths.
+        let (fs, name) = (self.writable()?, name.as_ptr());
+        // SAFETY: an open handle; pointers with their lengths; 'checked' is null or a reference.
         check(unsafe {
-            sys::tfs_xattr_set(self.writable()?, raw(ino), name.as_ptr(), ptr.cast(), len, flags, mode, now())
+            sys::tfs_xattr_set(fs, raw(file), name, ptr.cast(), len, flags, mode, checked, now())
         })
     }
 }

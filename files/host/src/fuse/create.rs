@@ -11,6 +11,7 @@ use super::abi::{self, Cursor, Header, Out, op};
 use super::acl::{self, Acl};
 
 use super::ops::{Answer, Reply, Server, entry_out, open_out, short, u32s};
+use super::rights;
 use crate::fs::{self, Attr, Create, Handle, Result};
 use crate::sys;
 
@@ -76,6 +77,8 @@ impl Server {
             gid = parent.gid;
             if mode & S_IFMT == S_IFDIR {
                 mode |= S_ISGID;
+            } else if mode & libc::S_IXGRP != 0 {
+                mode = rights::allowed_mode(h, mode, gid);
             }
         }
         let default = match self.xattr_if(&parent, acl::DEFAULT)? {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Inode flags, as chattr(1) and lsattr(1) use them. The kernel checks the caller's rights. Before it sets flags it asks for them by
+//! Inode flags, as chattr(1) and lsattr(1) use them. The kernel checks the caller's rights by the flags and the owner that it
+//! knows; they are checked again here. Before it sets flags it asks for them by
 //! `FS_IOC_FSGETXATTR` (since 5.13), also for a program that sets them by `FS_IOC_SETFLAGS`.
 
 use rustix::io::Errno;
@@ -56,7 +57,11 @@ impl Server {
             }
             _ => return Err(Errno::NOTTY),
         };
-        self.fs.setattr(file, sys::TFS_SET_FLAGS, &Attr { flags: set, ..Attr::default() })?;
+        self.checked(|| {
+            let attr = self.fs.getattr(file)?;
+            self.require_chattr(h, &attr, set)?;
+            self.fs.setattr_as(&attr, sys::TFS_SET_FLAGS, &Attr { flags: set, ..Attr::default() })
+        })?;
         Ok(Reply::Body(out))
     }
 }

@@ -219,14 +219,18 @@ impl Server {
             op::REMOVEXATTR => {
                 let name = c.name().ok_or_else(short)?;
                 check_xattr_name(name)?;
-                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
-                self.refuse_protected(&attr, true)?;
-                if name == acl::ACCESS || name == acl::DEFAULT {
-                    self.require_owner(h, &attr)?;
-                }
-                match self.fs.xattr_set(self.nodes.handle(h.node), name, None, 0, None) {
+                let is_acl = name == acl::ACCESS || name == acl::DEFAULT;
+                let removed = self.checked(|| {
+                    let attr = self.fs.getattr(self.nodes.handle(h.node))?;
+                    self.refuse_protected(&attr, true)?;
+                    if is_acl {
+                        self.require_owner(h, &attr)?;
+                    }
+                    self.fs.xattr_set_as(&attr, name, None, 0, None)
+                });
+                match removed {
                     // As in local file systems: no ACL is left.
-                    Err(Errno::NODATA) if name == acl::ACCESS || name == acl::DEFAULT => empty(),
+                    Err(Errno::NODATA) if is_acl => empty(),
                     done => done.and_then(|()| empty()),
                 }
             }
@@ -273,39 +277,48 @@ impl Server {
         }
     }
 
-    fn setattr(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
+    fn setattr(&self, h: &Header, c: Cursor<'_>) -> Answer<'_> {
+        let mut cut = false;
+        let ino = self.nodes.handle(h.node);
+        self.checked(|| self.set_attributes(h, c, &self.fs.getattr(ino)?, &mut cut))?;
+        Ok(Reply::Body(attr_out(&self.fs.getattr(ino)?)))
+    }
+
+    /// Changes what the request names, by the rights that follow from the attributes `old`. cut: the size is changed, which is done once. EAGAIN: the file
+    /// has another owner or other flags by now.
+    fn set_attributes(&self, h: &Header, mut c: Cursor<'_>, old: &Attr, cut: &mut bool) -> Result<()> {
         let (valid, _) = (u32s(&mut c)?, u32s(&mut c)?);
         let (_fh, size, _owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
         let (atime, mtime, ctime) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
         let (atime_ns, mtime_ns, ctime_ns) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let (mode, _, uid, gid) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
-        let ino = self.nodes.handle(h.node);
-        let old = self.fs.getattr(ino)?;
         // An append-only file takes the present time (utimes without times), and no other attribute.
         let [atime_set, mtime_set] = [(fattr::ATIME, fattr::ATIME_NOW), (fattr::MTIME, fattr::MTIME_NOW)]
             .map(|(set, now)| valid & set != 0 && valid & now == 0);
         let others = fattr::SIZE | fattr::MODE | fattr::UID | fattr::GID;
-        self.refuse_protected(&old, valid & others != 0 || atime_set || mtime_set)?;
+        self.refuse_protected(old, valid & others != 0 || atime_set || mtime_set)?;
         if valid & fattr::MODE != 0 || atime_set || mtime_set {
-            self.require_owner(h, &old)?;
+            self.require_owner(h, old)?;
         }
         if valid & (fattr::UID | fattr::GID) != 0 {
-            self.require_chown(h, &old, Some(uid).filter(|_| valid & fattr::UID != 0))?;
+            self.require_chown(h, old, Some(uid).filter(|_| valid & fattr::UID != 0))?;
         }
         let dir = old.mode & S_IFMT == S_IFDIR;
-        if valid & fattr::SIZE != 0 {
-            self.fs.truncate(ino, size, valid & fattr::KILL_SUIDGID != 0)?;
-            self.drop_capability(&old)?;
+        if valid & fattr::SIZE != 0 && !*cut {
+            self.fs.truncate(Handle::from(old), size, valid & fattr::KILL_SUIDGID != 0)?;
+            self.drop_capability(old)?;
+            *cut = true;
         }
         let mut new = Attr::default();
         let mut what = 0;
         if valid & fattr::MODE != 0 {
-            let mode = mode & 0o7777;
+            let group = if valid & fattr::GID != 0 { gid } else { old.gid };
+            let mode = rights::allowed_mode(h, mode & 0o7777, group);
             // The kernel leaves it to the file system to make mode and ACL agree.
-            match self.xattr_if(&old, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
+            match self.xattr_if(old, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
                 Some(mut acl) => {
                     acl.chmod(mode);
-                    self.fs.xattr_set(ino, acl::ACCESS, Some(&acl.value()), 0, Some(mode))?;
+                    self.fs.xattr_set_as(old, acl::ACCESS, Some(&acl.value()), 0, Some(mode))?;
                 }
                 None => {
                     what |= sys::TFS_SET_MODE;
@@ -324,7 +337,7 @@ impl Server {
         if valid & (fattr::UID | fattr::GID) != 0 && !dir {
             // HANDLE_KILLPRIV_V2: a new owner clears set-id bits and capabilities.
             what |= if valid & fattr::MODE == 0 { sys::TFS_KILL_SET_ID } else { 0 };
-            self.drop_capability(&old)?;
+            self.drop_capability(old)?;
         }
         let now = fs::now();
         let time = |secs: u64, ns: u32| (secs as i64).saturating_mul(NS).saturating_add(i64::from(ns));
@@ -341,9 +354,9 @@ impl Server {
             new.ctime = time(ctime, ctime_ns);
         }
         if what != 0 {
-            self.fs.setattr(ino, what, &new)?;
+            self.fs.setattr_as(old, what, &new)?;
         }
-        Ok(Reply::Body(attr_out(&self.fs.getattr(ino)?)))
+        Ok(())
     }
 
     pub(super) fn drop_capability(&self, attr: &Attr) -> Result<()> {
@@ -529,18 +542,31 @@ impl Server {
         let name = c.name().ok_or_else(short)?;
         let value = c.bytes(size as usize).ok_or_else(short)?;
         check_xattr_name(name)?;
-        let attr = self.fs.getattr(self.nodes.handle(h.node))?;
-        self.refuse_protected(&attr, true)?;
+        self.checked(|| {
+            self.set_xattr(h, &self.fs.getattr(self.nodes.handle(h.node))?, name, value, (flags, ext))
+        })?;
+        empty()
+    }
+
+    /// Sets an attribute by the rights that follow from the file's attributes `attr`. EAGAIN: the file has another owner or other flags by now.
+    fn set_xattr(
+        &self,
+        h: &Header,
+        attr: &Attr,
+        name: &[u8],
+        value: &[u8],
+        (flags, ext): (u32, u32),
+    ) -> Result<()> {
+        self.refuse_protected(attr, true)?;
         if name == acl::ACCESS || name == acl::DEFAULT {
-            self.require_owner(h, &attr)?;
+            self.require_owner(h, attr)?;
         }
         if name == acl::ACCESS {
             let acl = Acl::parse(value).ok_or(Errno::INVAL)?;
             let kill = if ext & abi::SETXATTR_ACL_KILL_SGID != 0 { sys::TFS_XATTR_KILL_SGID } else { 0 };
             let (value, how) =
                 (Some(value).filter(|_| !acl.is_only_mode()), sys::TFS_XATTR_PERMISSIONS | kill);
-            self.fs.xattr_set(self.nodes.handle(h.node), name, value, how, Some(acl.mode()))?;
-            return empty();
+            return self.fs.xattr_set_as(attr, name, value, how, Some(acl.mode()));
         }
         if name == acl::DEFAULT {
             if attr.mode & S_IFMT != S_IFDIR {
@@ -548,8 +574,7 @@ impl Server {
             }
             Acl::parse(value).ok_or(Errno::INVAL)?;
         }
-        self.fs.xattr_set(self.nodes.handle(h.node), name, Some(value), flags, None)?;
-        empty()
+        self.fs.xattr_set_as(attr, name, Some(value), flags, None)
     }
 }
 

@@ -16,7 +16,8 @@ use crate::sys;
 const CAP_CHOWN: u32 = 0;
 const CAP_FOWNER: u32 = 3;
 const CAP_FSETID: u32 = 4;
-/// After so many changes of a name between its lookup and the operation, the caller gets ESTALE.
+const CAP_LINUX_IMMUTABLE: u32 = 9;
+/// After so many changes of an inode, or of what a name means, between its check and the operation, the caller gets ESTALE.
 const TRIES: usize = 100;
 
 /// Returns whether the caller has a capability on this host. If its process is in a PID namespace that this one can't see: whether it is root.
@@ -41,6 +42,23 @@ fn is_in_own_user_namespace(process: u32) -> bool {
     }
 }
 
+fn is_in_group(h: &Header, gid: u32) -> bool {
+    let status = if h.pid == 0 {
+        String::new()
+    } else {
+        read_to_string(format!("/proc/{}/status", h.pid)).unwrap_or_default()
+    };
+    let groups = status.lines().find_map(|line| line.strip_prefix("Groups:")).unwrap_or_default();
+    h.gid == gid || groups.split_whitespace().any(|group| group.parse() == Ok(gid))
+}
+
+/// Returns the mode without S_ISGID if the caller may not give that to a file of this group. The kernel has checked the group that it knew; if the caller
+/// has the file open, another member may have changed that since.
+pub(super) fn allowed_mode(h: &Header, mode: u32, gid: u32) -> u32 {
+    let allowed = mode & libc::S_ISGID == 0 || is_in_group(h, gid) || capable(h, CAP_FSETID);
+    if allowed { mode } else { mode & !libc::S_ISGID }
+}
+
 /// Returns whether set-id bits of a file may stay when this caller changes its data.
 pub(super) fn keeps_set_id(h: &Header) -> bool {
     capable(h, CAP_FSETID)
@@ -57,6 +75,12 @@ impl Server {
     pub(super) fn require_chown(&self, h: &Header, inode: &Attr, to: Option<u32>) -> Result<()> {
         let is_owner = h.uid == inode.uid && to.is_none_or(|uid| uid == inode.uid);
         if is_owner || capable(h, CAP_CHOWN) { Ok(()) } else { Err(Errno::PERM) }
+    }
+
+    /// Refuses a change of an inode's flags (chattr).
+    pub(super) fn require_chattr(&self, h: &Header, inode: &Attr, to: u32) -> Result<()> {
+        self.require_owner(h, inode)?;
+        if inode.flags == to || capable(h, CAP_LINUX_IMMUTABLE) { Ok(()) } else { Err(Errno::PERM) }
     }
 
     /// Returns the inode of a name if the caller may remove it from the directory. ESTALE: it may not, which the kernel finds out when it looks
@@ -83,10 +107,10 @@ impl Server {
         Ok(Expect::This(Handle::from(&victim)))
     }
 
-    /// Runs `remove` with the present inodes of its names, and again if they change meanwhile.
-    fn checked(&self, mut remove: impl FnMut() -> Result<()>) -> Result<()> {
+    /// Runs `change`, which checks rights and then changes what it has checked, and again if that changes in between (EAGAIN).
+    pub(super) fn checked<T>(&self, mut change: impl FnMut() -> Result<T>) -> Result<T> {
         for _ in 0..TRIES {
-            match remove() {
+            match change() {
                 Err(Errno::AGAIN) => {}
                 done => return done,
             }
@@ -133,9 +157,10 @@ impl Server {
 
 #[cfg(test)]
 mod tests {
+    use std::mem::offset_of;
     use std::sync::Arc;
 
-    use super::super::abi::{Cursor, Out, fattr, op};
+    use super::super::abi::{self, Cursor, Out, fattr, op};
     use super::super::locks::Locks;
     use super::super::nodes::Nodes;
     use super::super::ops::Reply;
@@ -226,6 +251,93 @@ mod tests {
         assert_eq!([set(1000, fattr::MODE), set_acl(1000), drop_acl(1000)], [Ok(()); 3]);
         assert_eq!([set(1000, fattr::UID), set(1000, fattr::GID)], [no, Ok(())]);
         assert_eq!([set(0, fattr::UID), set(0, fattr::MODE), set_acl(0)], [Ok(()); 3]);
+    }
+
+    /// Such a request arrives for an open file that another member has given to another group: the kernel knows the former one.
+    #[test]
+    fn who_is_not_in_a_files_group_does_not_set_its_set_group_id_bit() {
+        let server = server();
+        make(&server, "own", 1001);
+        let file = server.fs.lookup(ROOT, b"own").expect("lookup").0;
+        let node = server.nodes.number(file);
+        let group = Attr { gid: 50, ..Attr::default() };
+        server.fs.setattr(file, sys::TFS_SET_GID, &group).expect("chgrp");
+        for (uid, gid, wanted) in [(1001, 1001, 0o755), (1001, 50, 0o2755), (0, 0, 0o2755)] {
+            let mut body = Out::new();
+            body.u32(fattr::MODE).u32(0).zeros(6 * 8 + 3 * 4).u32(0o2755).u32(0).u32(0).u32(0).u32(0);
+            let h = Header { opcode: op::SETATTR, unique: 1, node, uid, gid, pid: 0 };
+            server.answer(&h, Cursor(&body.0)).map(drop).expect("chmod");
+            let mode = server.fs.getattr(file).expect("attributes").mode & 0o7777;
+            assert_eq!(mode, wanted, "{uid}:{gid}");
+        }
+        // A directory that gives its group to what is made in it, since the kernel looked.
+        let (set_id, dir) = (libc::S_ISGID | libc::S_IXGRP | 0o750, libc::S_IFDIR | libc::S_ISGID | 0o777);
+        let shared = server.fs.create(ROOT, Some(b"shared"), &Create::mode(dir)).expect("mkdir");
+        server.fs.setattr(shared, sys::TFS_SET_GID, &group).expect("chgrp");
+        for (uid, name, wanted) in [(1001, "a", 0o750), (0, "b", 0o2750)] {
+            let mut body = Out::new();
+            body.u32(libc::S_IFREG | set_id).u32(0).u32(0).u32(0).bytes(name.as_bytes()).bytes(&[0]);
+            let node = server.nodes.number(shared);
+            let h = Header { opcode: op::MKNOD, unique: 1, node, uid, gid: uid, pid: 0 };
+            server.answer(&h, Cursor(&body.0)).map(drop).expect("mknod");
+            let made = server.fs.lookup(shared, name.as_bytes()).expect("lookup").0;
+            let made = server.fs.getattr(made).expect("attributes");
+            assert_eq!((made.mode & 0o7777, made.gid), (wanted, 50), "{name}");
+        }
+    }
+
+    /// A mount and another member, which has the lock of a file.
+    #[test]
+    fn a_right_counts_when_the_change_is_made_and_not_when_it_began_to_wait_for_another_member() {
+        let map = Arc::new(Map::memfd("waits", 34 << 20).expect("memory"));
+        let area = |member| {
+            let incarnation = Some((4096, Incarnation { member, epoch: 1 }));
+            let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
+            assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
+            Area::in_map(&map, 2 << 20, 32 << 20, incarnation).expect("an area")
+        };
+        fs::mkfs(&area(0), &Mkfs::default()).expect("mkfs");
+        let (other, memory) = (Filesystem::open(area(0)).expect("open"), area(0));
+        let fs = Filesystem::open(area(5)).expect("open");
+        let nodes = Nodes::new(fs.root());
+        let server = Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false };
+        make(&server, "given", 1001);
+        let file = server.fs.lookup(ROOT, b"given").expect("lookup").0;
+        let node = server.nodes.number(file);
+        let inode = memory.word(offset_of!(sys::tfs_super, data_start) as u64).expect("a super block")
+            * u64::from(sys::TFS_BLOCK)
+            + 256 * file.ino;
+        let field = |offset: usize| inode + offset as u64;
+        let (lock, version) =
+            (field(offset_of!(sys::tfs_inode, lock)), field(offset_of!(sys::tfs_inode, version)));
+        let mut chmod = Out::new();
+        chmod.u32(fattr::MODE).u32(0).zeros(6 * 8 + 3 * 4).u32(0o4777).u32(0).zeros(3 * 4);
+        let mut chattr = Out::new();
+        chattr.u64(0).u32(0).u32(abi::FS_IOC_SETFLAGS).u64(0).u32(4).u32(0).u32(0);
+        for (opcode, body, at, becomes) in [
+            (op::SETATTR, chmod, offset_of!(sys::tfs_inode, owner), 0),
+            (op::IOCTL, chattr, offset_of!(sys::tfs_inode, flags), u64::from(sys::TFS_FL_IMMUTABLE)),
+        ] {
+            let owner = offset_of!(sys::tfs_inode, owner);
+            assert!(memory.store_word(field(owner), 1001 | 1001 << 32));
+            let h = Header { opcode, unique: 1, node, uid: 1001, gid: 1001, pid: 0 };
+            // SAFETY: an open handle.
+            assert_eq!(unsafe { sys::tfs_lock_inode(other.raw(), file.into()) }, 0);
+            std::thread::scope(|threads| {
+                let asked = threads.spawn(|| server.answer(&h, Cursor(&body.0)).map(drop));
+                while memory.word(lock + 8) == Some(0) && !asked.is_finished() {
+                    std::thread::yield_now();
+                }
+                // As a chown to root, or a chattr +i, by the other member stores it.
+                assert!(memory.store_word(field(at), becomes));
+                assert!(memory.store_word(version, memory.word(version).expect("an inode") + 1));
+                // SAFETY: as above.
+                unsafe { sys::tfs_unlock_inode(other.raw(), file.ino) };
+                assert_eq!(asked.join().expect("an answer"), Err(Errno::PERM), "{opcode}");
+            });
+            assert_eq!(memory.word(field(at)), Some(becomes), "{opcode}");
+            assert_eq!(server.fs.getattr(file).expect("attributes").mode & 0o7777, 0o666, "{opcode}");
+        }
     }
 
     /// As local file systems do by the kernel's checks, which need flags that a FUSE inode does not have.

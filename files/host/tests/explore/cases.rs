@@ -170,6 +170,51 @@ fn the_death_of_who_recovers_a_truncate_gives_no_block_away_twice() {
     case.explore("truncate");
 }
 
+/// Gives a/f to user 1000.
+fn owned(fs: &Filesystem) {
+    setup(fs);
+    let owner = tombolo_files::fs::Attr { uid: 1000, ..Default::default() };
+    fs.setattr(at(fs, "a/f").expect("a/f"), sys::TFS_SET_UID, &owner).expect("chown");
+}
+
+#[test]
+fn a_former_owner_gives_a_file_of_root_no_set_id_bit() {
+    let case = Case {
+        setup: owned,
+        doing: vec![
+            doing(4, false, |fs| {
+                let f = at(fs, "a/f").map_err(|e| e.to_string())?;
+                let mode = tombolo_files::fs::Attr { mode: libc::S_IFREG | 0o4755, ..Default::default() };
+                for _ in 0..3 {
+                    let checked = fs.getattr(f).map_err(|e| e.to_string())?;
+                    let done = match checked.uid {
+                        1000 => fs.setattr_as(&checked, sys::TFS_SET_MODE, &mode),
+                        _ => Ok(()),
+                    };
+                    if !matches!(done, Ok(()) | Err(Errno::AGAIN)) {
+                        return Err(format!("chmod: {done:?}"));
+                    }
+                }
+                Ok(())
+            }),
+            doing(20, true, |fs| {
+                let f = at(fs, "a/f").map_err(|e| e.to_string())?;
+                let what = sys::TFS_SET_UID | sys::TFS_KILL_SET_ID;
+                fs.setattr(f, what, &Default::default()).map_err(|e| format!("chown: {e}"))
+            }),
+            Doing { after: Some(1), ..doing(1, false, recover) },
+        ],
+        check: |fs, done| {
+            let f = fs.getattr(at(fs, "a/f").map_err(|e| e.to_string())?).map_err(|e| e.to_string())?;
+            if (done[1] && f.uid != 0) || (f.uid == 0 && f.mode & 0o4000 != 0) {
+                return Err(format!("user {}, mode {:o}", f.uid, f.mode));
+            }
+            Ok(())
+        },
+    };
+    case.explore("chown");
+}
+
 #[test]
 fn a_path_that_means_another_file_by_now_leaves_that_one_as_it_is() {
     let case = Case {
