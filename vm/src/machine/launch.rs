@@ -344,9 +344,11 @@ impl Machine {
         }
     }
 
-    /// Waits for the monitor's last event, which tells a reboot from a shutdown.
+    /// Waits for the monitor's last event, which tells a reboot from a shutdown. A VM that is stopped does not reboot, and is waited for.
     fn await_monitor_end(&self) {
-        drop(self.changed.wait_timeout_while(self.lock(), QUIT, |s| !s.monitor_ended));
+        let is_open = |s: &mut State| !s.monitor_ended && matches!(s.phase, Phase::Booting | Phase::Up);
+        let waits = |s: &mut State| is_open(s) && !self.cancelled.load(Ordering::Acquire);
+        drop(self.changed.wait_timeout_while(self.lock(), QUIT, waits));
     }
 }
 

@@ -271,5 +271,6 @@ impl Machine {
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
         self.process.kill();
+        self.changed.notify_all();
     }
 }

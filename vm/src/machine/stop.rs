@@ -38,6 +38,8 @@ impl Machine {
             }
             std::mem::replace(&mut state.phase, Phase::Stopping)
         };
+        // The thread that waits for the monitor's last event need not any more.
+        self.changed.notify_all();
         // Another command stops it, and its guest has the time that this one would give it.
         if was == Phase::Stopping && self.wait_end(left(until, LONGEST)) {
             return Ok(());
