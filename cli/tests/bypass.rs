@@ -337,6 +337,33 @@ fn a_device_is_reset_before_it_is_untranslated_and_is_given_no_address_that_it_c
 }
 
 #[test]
+fn a_driver_that_hands_its_device_to_programs_gets_none_that_is_untranslated() {
+    let bench = Bench::start(512, "");
+    let lab = &bench.lab;
+    lab.good("tombolo up fast");
+    bench
+        .guest("basename $(readlink -f /sys/class/nvme/nvme0/device) >/tmp/address; modprobe uio_pci_generic");
+    let bound = |driver: &str| {
+        bench.guest(&format!(
+            "address=$(cat /tmp/address)
+            cd /sys/bus/pci/devices/$address
+            echo $address >driver/unbind
+            echo {driver} >driver_override
+            echo $address >/sys/bus/pci/drivers_probe
+            test $(basename $(readlink driver)) = {driver}"
+        ));
+        let blame = lab.good("tombolo start blame fast");
+        blame.matches(&format!("{DISK} goes untranslated")).count()
+    };
+    assert_eq!(bound("uio_pci_generic"), 1);
+    // The next driver gets it untranslated again.
+    assert_eq!(bound("nvme"), 2);
+    bench.guest("until [ -b /dev/nvme0n1 ]; do :; done");
+    assert_eq!(bench.write_and_read("fast"), 0);
+    end(lab);
+}
+
+#[test]
 fn a_vm_that_may_start_a_crash_kernel_stays_translated() {
     let bench = Bench::start(512, "cmdline = \"crashkernel=64M\"");
     bench.lab.good("tombolo up fast");
