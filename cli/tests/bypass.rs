@@ -34,18 +34,18 @@ fn kit(kernel: &str, options: [&str; 2]) -> PathBuf {
     cache.join("guest").join(kernel)
 }
 
-/// Builds the test driver for a guest with a kernel of the kit.
-fn test_driver(kernel: &str) -> PathBuf {
+/// Builds a module of the tests for a kernel of the kit.
+fn test_module(kernel: &str, name: &str) -> PathBuf {
     let folder = kit(kernel, ["--until", "module"]).join("bypass-test");
     fs::create_dir_all(&folder).unwrap();
-    for file in ["Kbuild", "tombolo_bypass_test.c"] {
+    for file in ["Kbuild", "tombolo_bypass_test.c", "tombolo_bypass_snoop.c"] {
         fs::copy(root().join("vm/passthrough/tests/driver").join(file), folder.join(file)).unwrap();
     }
     let build = folder.with_file_name("build");
     let mut make = Command::new("make");
     make.arg("-C").arg(build).arg(format!("M={}", folder.display())).arg("modules");
-    assert!(make.output().unwrap().status.success(), "the test driver does not build");
-    folder.join("tombolo_bypass_test.ko")
+    assert!(make.output().unwrap().status.success(), "the tests' modules do not build");
+    folder.join(name).with_extension("ko")
 }
 
 /// A host with the module, a VM `plain` whose disk is translated, and a VM `fast` whose disk is not.
@@ -311,7 +311,7 @@ fn findings(bench: &Bench) -> Vec<String> {
 fn a_device_is_reset_before_it_is_untranslated_and_is_given_no_address_that_it_cannot_reach() {
     let bench = Bench::start(512, "");
     let lab = &bench.lab;
-    let driver = test_driver("6.12");
+    let driver = test_module("6.12", "tombolo_bypass_test");
     lab.good("tombolo up fast");
     lab.good(&format!("tombolo exec -i fast -- sh -c 'cat >/tmp/test.ko' <{}", driver.display()));
     bench.guest(
@@ -333,6 +333,25 @@ fn a_device_is_reset_before_it_is_untranslated_and_is_given_no_address_that_it_c
         assert!(findings[2].contains("no mask set, mapping refused"), "{findings:?}");
         assert!(findings[6].contains("64 bits asked for, mapping in reach"), "{findings:?}");
     }
+    end(lab);
+}
+
+#[test]
+fn a_bypassed_device_asks_the_caches_with_each_access_whatever_it_was_set_to() {
+    let bench = Bench::start(512, "");
+    let lab = &bench.lab;
+    let module = test_module("general-6.12", "tombolo_bypass_snoop");
+    lab.good(&format!("insmod {} address={DISK}", module.display()));
+    let no_snoop = || lab.good("cat /sys/module/tombolo_bypass_snoop/parameters/no_snoop");
+    assert_eq!(no_snoop(), "Y\n");
+    lab.good("tombolo up fast");
+    assert_eq!(no_snoop(), "N\n");
+    assert_eq!(bench.write_and_read("fast"), 0);
+    assert_eq!(no_snoop(), "N\n");
+    // The host gets the device as it was.
+    lab.good("tombolo down");
+    assert_eq!(no_snoop(), "Y\n");
+    lab.good("rmmod tombolo_bypass_snoop");
     end(lab);
 }
 

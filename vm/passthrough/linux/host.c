@@ -3,8 +3,8 @@
  * The host's half of the IOMMU bypass (bypass.h).
  *
  * A device starts as VFIO gives it to a VM: its DMA is translated by the domain of VFIO's container. TBP_IOC_ON resets it, so that nothing that
- * ran on it before goes on with addresses that mean something else now, detaches its group from that domain and attaches a domain of the
- * session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group under its own mutex, so VFIO may give
+ * ran on it before goes on with addresses that mean something else now, has its accesses snoop the caches, detaches its group from that domain and attaches
+ * a domain of the session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group under its own mutex, so VFIO may give
  * the group back at any time: it then goes where VFIO puts it, and the session's domain is out.
  *
  * The session pins the VM's memory itself, whatever VFIO pins. The memory goes back at the last close of the session's file, after each device
@@ -88,6 +88,15 @@ static bool tbp_has_vfio(struct pci_dev *pdev)
 	return pdev->dev.driver && !strcmp(pdev->dev.driver->name, "vfio-pci");
 }
 
+/*
+ * Has the device ask for the processors' caches with each access. VFIO tells KVM that this is so, and then KVM takes all of the guest's memory for
+ * cached, whatever the guest says of it. But it is the IOMMU's translation that sees to it, and that is about to be left out.
+ */
+static int tbp_snoop(struct pci_dev *pdev)
+{
+	return pcibios_err_to_errno(pcie_capability_clear_word(pdev, PCI_EXP_DEVCTL, PCI_EXP_DEVCTL_NOSNOOP_EN));
+}
+
 /* With the device's lock, under which no driver is bound to it. */
 static int tbp_on_locked(struct tbp_bypassed *one)
 {
@@ -100,7 +109,7 @@ static int tbp_on_locked(struct tbp_bypassed *one)
 	if (!tbp_has_vfio(one->pdev) || !domain ||
 	    (domain->type != IOMMU_DOMAIN_UNMANAGED && domain->type != IOMMU_DOMAIN_BLOCKED))
 		return -ENODEV;
-	ret = pci_reset_function_locked(one->pdev);
+	ret = pci_reset_function_locked(one->pdev) ?: tbp_snoop(one->pdev);
 	if (ret)
 		return ret;
 	iommu_detach_group(domain, one->group);
