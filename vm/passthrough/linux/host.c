@@ -22,6 +22,8 @@
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/pci.h>
+#include <linux/pid.h>
+#include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 #include <linux/version.h>
@@ -50,6 +52,7 @@ struct tbp_bypassed {
 };
 
 struct tbp_session {
+	struct pid *owner; /* the process that opened it */
 	struct mutex lock;
 	struct list_head pinned;
 	struct list_head devices;
@@ -378,6 +381,9 @@ static long tbp_ioctl(struct file *file, unsigned int command, unsigned long arg
 	struct tbp_pin wanted;
 	long ret;
 
+	/* QEMU has the file only to keep the session from ending: whoever has taken over QEMU must not name another VM's device here. */
+	if (task_tgid(current) != session->owner)
+		return -EPERM;
 	mutex_lock(&session->lock);
 	switch (command) {
 	case TBP_IOC_PIN:
@@ -405,6 +411,7 @@ static int tbp_open(struct inode *inode, struct file *file)
 	session = kzalloc(sizeof(*session), GFP_KERNEL);
 	if (!session)
 		return -ENOMEM;
+	session->owner = get_pid(task_tgid(current));
 	mutex_init(&session->lock);
 	INIT_LIST_HEAD(&session->pinned);
 	INIT_LIST_HEAD(&session->devices);
@@ -428,6 +435,7 @@ static int tbp_release(struct inode *inode, struct file *file)
 		tbp_free(one);
 	}
 	mutex_unlock(&tbp_lock);
+	put_pid(session->owner);
 	kfree(session);
 	return 0;
 }
