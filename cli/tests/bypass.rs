@@ -20,6 +20,9 @@ const SECONDS: u64 = 20;
 /// A zone of the bypassed VM: memory that is not in its map.
 const ZONE: &str = "zones = { shared = { mount = \"/mnt\" } }\n[zone.shared]\nsize = \"32M\"\nfiles = true";
 
+/// Guards memory of the emulated host.
+const GUARD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/bypass_guard.py");
+
 /// The repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
@@ -207,6 +210,20 @@ impl Bench {
         }
     }
 
+    /// Begins to guard all of the emulated host's free huge pages, and 512 MiB beside them.
+    fn guard(&self) {
+        self.lab.good(&format!("setsid {GUARD} asked look 512 >guarded 2>&1 &"));
+        self.lab.good("timeout 120 sh -c 'until [ -e look.filled ]; do sleep 0.1; done'");
+    }
+
+    /// Looks whether what is guarded is as it was, after as many looks before. The last one's word is `end`, that of others `look`.
+    fn look(&self, word: &str, before: u64) -> String {
+        let said = before + 1;
+        self.lab.good(&format!(
+            "echo {word} >look; timeout 120 sh -c 'until [ $(wc -l <guarded) -ge {said} ]; do sleep 0.1; done'; tail -n 1 guarded | grep \"as they were\""
+        ))
+    }
+
     /// A file system of the zone `shared`, mounted on the emulated host too.
     fn mount_zone(&self) -> &'static str {
         self.lab.good("mkdir -p /run/zone; tombolo files mount shared /run/zone");
@@ -276,10 +293,18 @@ fn fio_finds_what_it_wrote_also_in_buffers_that_lie_in_a_zone() {
     bench.lab.good("tombolo up fast");
     let before = bench.translations();
     let seconds = common::setting("TOMBOLO_SECONDS", SECONDS);
-    println!("{}", bench.guest(&verified(seconds, "")));
+    let verify = |seconds: u64, buffer: &str| {
+        let said = bench.guest(&verified(seconds, buffer));
+        // KiB that were read, which is done for verification alone.
+        let figures = said.lines().find(|line| line.starts_with("3;")).unwrap();
+        let read: u64 = figures.split(';').nth(5).unwrap().parse().unwrap();
+        println!("fio has verified {read} KiB {buffer}");
+        assert!(read > 48 << 10, "{said}");
+    };
+    verify(seconds, "");
     let copies = bench.copies();
     bench.guest("truncate -s 4M /mnt/buffers");
-    println!("{}", bench.guest(&verified(SECONDS, "--mem=mmapshared:/mnt/buffers")));
+    verify(SECONDS, "--mem=mmapshared:/mnt/buffers");
     assert!(bench.copies() > copies + 1000, "buffers in the zone are not in the map: {}", bench.copies());
     assert_eq!(bench.translations(), before);
     end(&bench.lab);
@@ -360,8 +385,9 @@ fn a_driver_that_hands_its_device_to_programs_gets_none_that_is_untranslated() {
     let bench = Bench::start(512, "");
     let lab = &bench.lab;
     lab.good("tombolo up fast");
-    bench
-        .guest("basename $(readlink -f /sys/class/nvme/nvme0/device) >/tmp/address; modprobe uio_pci_generic");
+    bench.guest(
+        "basename $(readlink -f /sys/class/nvme/nvme0/device) >/tmp/address; modprobe uio_pci_generic",
+    );
     let bound = |driver: &str| {
         bench.guest(&format!(
             "address=$(cat /tmp/address)
@@ -452,29 +478,21 @@ fn a_supervisor_that_wakes_late_switches_no_device_that_its_guest_uses_translate
 fn a_bypassed_disk_writes_nowhere_but_to_its_vm_whoever_dies() {
     let bench = Bench::start(256, "");
     let lab = &bench.lab;
-    let guard = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/bypass_guard.py");
     lab.good("tombolo up fast");
     let upgrade = lab.run("cp $(command -v tombolo) other; tombolo upgrade --program ./other");
     let said = String::from_utf8_lossy(&upgrade.stderr).into_owned();
     assert!(!upgrade.status.success() && said.contains("bypassed devices"), "{said}");
 
     // Everything but the VM's memory is guarded all the time, and its own once it is dead.
-    lab.good(&format!("setsid {guard} asked look 512 >guarded 2>&1 &"));
-    lab.good("timeout 120 sh -c 'until [ -e look.filled ]; do sleep 0.1; done'");
-    let look = |word: &str, turn: u64| {
-        let said = turn + 1;
-        lab.good(&format!(
-            "echo {word} >look; timeout 120 sh -c 'until [ $(wc -l <guarded) -ge {said} ]; do sleep 0.1; done'; tail -n 1 guarded | grep \"as they were\""
-        ))
-    };
+    bench.guard();
     let deaths = common::setting("TOMBOLO_KILLS", DEATHS);
     for turn in 0..deaths {
         let begun = Instant::now();
         bench.read_on();
         bench.die(turn);
         let dead = begun.elapsed();
-        let own = lab.good(&format!("{guard} once 1 64"));
-        let others = look(if turn + 1 < deaths { "look" } else { "end" }, turn);
+        let own = lab.good(&format!("{GUARD} once 1 64"));
+        let others = bench.look(if turn + 1 < deaths { "look" } else { "end" }, turn);
         println!("death {turn} after {dead:.0?}: {}; {}", own.trim(), others.trim());
         // The supervisor has given the disk back; where it died, the next command does.
         if turn % 6 == 2 {
