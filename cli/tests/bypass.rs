@@ -20,6 +20,9 @@ const SECONDS: u64 = 20;
 /// A zone of the bypassed VM: memory that is not in its map.
 const ZONE: &str = "zones = { shared = { mount = \"/mnt\" } }\n[zone.shared]\nsize = \"32M\"\nfiles = true";
 
+/// Guards memory of the emulated host.
+const GUARD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/bypass_guard.py");
+
 /// The repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
@@ -34,18 +37,18 @@ fn kit(kernel: &str, options: [&str; 2]) -> PathBuf {
     cache.join("guest").join(kernel)
 }
 
-/// Builds the test driver for a guest with a kernel of the kit.
-fn test_driver(kernel: &str) -> PathBuf {
+/// Builds a module of the tests for a kernel of the kit.
+fn test_module(kernel: &str, name: &str) -> PathBuf {
     let folder = kit(kernel, ["--until", "module"]).join("bypass-test");
     fs::create_dir_all(&folder).unwrap();
-    for file in ["Kbuild", "tombolo_bypass_test.c"] {
+    for file in ["Kbuild", "tombolo_bypass_test.c", "tombolo_bypass_snoop.c"] {
         fs::copy(root().join("vm/passthrough/tests/driver").join(file), folder.join(file)).unwrap();
     }
     let build = folder.with_file_name("build");
     let mut make = Command::new("make");
     make.arg("-C").arg(build).arg(format!("M={}", folder.display())).arg("modules");
-    assert!(make.output().unwrap().status.success(), "the test driver does not build");
-    folder.join("tombolo_bypass_test.ko")
+    assert!(make.output().unwrap().status.success(), "the tests' modules do not build");
+    folder.join(name).with_extension("ko")
 }
 
 /// A host with the module, a VM `plain` whose disk is translated, and a VM `fast` whose disk is not.
@@ -207,6 +210,20 @@ impl Bench {
         }
     }
 
+    /// Begins to guard all of the emulated host's free huge pages, and 512 MiB beside them.
+    fn guard(&self) {
+        self.lab.good(&format!("setsid {GUARD} asked look 512 >guarded 2>&1 &"));
+        self.lab.good("timeout 120 sh -c 'until [ -e look.filled ]; do sleep 0.1; done'");
+    }
+
+    /// Looks whether what is guarded is as it was, after as many looks before. The last one's word is `end`, that of others `look`.
+    fn look(&self, word: &str, before: u64) -> String {
+        let said = before + 1;
+        self.lab.good(&format!(
+            "echo {word} >look; timeout 120 sh -c 'until [ $(wc -l <guarded) -ge {said} ]; do sleep 0.1; done'; tail -n 1 guarded | grep \"as they were\""
+        ))
+    }
+
     /// A file system of the zone `shared`, mounted on the emulated host too.
     fn mount_zone(&self) -> &'static str {
         self.lab.good("mkdir -p /run/zone; tombolo files mount shared /run/zone");
@@ -311,7 +328,7 @@ fn findings(bench: &Bench) -> Vec<String> {
 fn a_device_is_reset_before_it_is_untranslated_and_is_given_no_address_that_it_cannot_reach() {
     let bench = Bench::start(512, "");
     let lab = &bench.lab;
-    let driver = test_driver("6.12");
+    let driver = test_module("6.12", "tombolo_bypass_test");
     lab.good("tombolo up fast");
     lab.good(&format!("tombolo exec -i fast -- sh -c 'cat >/tmp/test.ko' <{}", driver.display()));
     bench.guest(
@@ -337,6 +354,53 @@ fn a_device_is_reset_before_it_is_untranslated_and_is_given_no_address_that_it_c
 }
 
 #[test]
+fn a_bypassed_device_asks_the_caches_with_each_access_whatever_it_was_set_to() {
+    let bench = Bench::start(512, "");
+    let lab = &bench.lab;
+    let module = test_module("general-6.12", "tombolo_bypass_snoop");
+    lab.good(&format!("insmod {} address={DISK}", module.display()));
+    let no_snoop = || lab.good("cat /sys/module/tombolo_bypass_snoop/parameters/no_snoop");
+    assert_eq!(no_snoop(), "Y\n");
+    lab.good("tombolo up fast");
+    assert_eq!(no_snoop(), "N\n");
+    assert_eq!(bench.write_and_read("fast"), 0);
+    assert_eq!(no_snoop(), "N\n");
+    // The host gets the device as it was.
+    lab.good("tombolo down");
+    assert_eq!(no_snoop(), "Y\n");
+    lab.good("rmmod tombolo_bypass_snoop");
+    end(lab);
+}
+
+#[test]
+fn a_driver_that_hands_its_device_to_programs_gets_none_that_is_untranslated() {
+    let bench = Bench::start(512, "");
+    let lab = &bench.lab;
+    lab.good("tombolo up fast");
+    bench.guest(
+        "basename $(readlink -f /sys/class/nvme/nvme0/device) >/tmp/address; modprobe uio_pci_generic",
+    );
+    let bound = |driver: &str| {
+        bench.guest(&format!(
+            "address=$(cat /tmp/address)
+            cd /sys/bus/pci/devices/$address
+            echo $address >driver/unbind
+            echo {driver} >driver_override
+            echo $address >/sys/bus/pci/drivers_probe
+            test $(basename $(readlink driver)) = {driver}"
+        ));
+        let blame = lab.good("tombolo start blame fast");
+        blame.matches(&format!("{DISK} goes untranslated")).count()
+    };
+    assert_eq!(bound("uio_pci_generic"), 1);
+    // The next driver gets it untranslated again.
+    assert_eq!(bound("nvme"), 2);
+    bench.guest("until [ -b /dev/nvme0n1 ]; do :; done");
+    assert_eq!(bench.write_and_read("fast"), 0);
+    end(lab);
+}
+
+#[test]
 fn a_vm_that_may_start_a_crash_kernel_stays_translated() {
     let bench = Bench::start(512, "cmdline = \"crashkernel=64M\"");
     bench.lab.good("tombolo up fast");
@@ -357,13 +421,15 @@ fn a_vm_that_may_start_a_crash_kernel_stays_translated() {
 
 #[test]
 fn a_supervisor_that_wakes_late_switches_no_device_that_its_guest_uses_translated() {
-    let bench = Bench::start(512, ZONE);
+    let bench = Bench::start(512, &format!("cmdline = \"crashkernel=64M\"\n{ZONE}"));
     let lab = &bench.lab;
     lab.good("tombolo up fast");
     let zone = bench.mount_zone();
-    // The guest binds the driver when it is told to through the zone, works with the device, and is done when it says so there.
+    // The reserve has kept the device translated: one that was untranslated once is blocked between its drivers. The guest binds the driver when it is told
+    // to through the zone, works with the device, and is done when it says so there.
     bench.guest(
         "basename $(readlink -f /sys/class/nvme/nvme0/device) >/tmp/address
+        echo 0 >/sys/kernel/kexec_crash_size
         echo $(cat /tmp/address) >/sys/bus/pci/drivers/nvme/unbind
         (
             until [ -e /mnt/bind ]; do sleep 0.1; done
@@ -404,29 +470,21 @@ fn a_supervisor_that_wakes_late_switches_no_device_that_its_guest_uses_translate
 fn a_bypassed_disk_writes_nowhere_but_to_its_vm_whoever_dies() {
     let bench = Bench::start(256, "");
     let lab = &bench.lab;
-    let guard = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/bypass_guard.py");
     lab.good("tombolo up fast");
     let upgrade = lab.run("cp $(command -v tombolo) other; tombolo upgrade --program ./other");
     let said = String::from_utf8_lossy(&upgrade.stderr).into_owned();
     assert!(!upgrade.status.success() && said.contains("bypassed devices"), "{said}");
 
     // Everything but the VM's memory is guarded all the time, and its own once it is dead.
-    lab.good(&format!("setsid {guard} asked look 512 >guarded 2>&1 &"));
-    lab.good("timeout 120 sh -c 'until [ -e look.filled ]; do sleep 0.1; done'");
-    let look = |word: &str, turn: u64| {
-        let said = turn + 1;
-        lab.good(&format!(
-            "echo {word} >look; timeout 120 sh -c 'until [ $(wc -l <guarded) -ge {said} ]; do sleep 0.1; done'; tail -n 1 guarded | grep \"as they were\""
-        ))
-    };
+    bench.guard();
     let deaths = common::setting("TOMBOLO_KILLS", DEATHS);
     for turn in 0..deaths {
         let begun = Instant::now();
         bench.read_on();
         bench.die(turn);
         let dead = begun.elapsed();
-        let own = lab.good(&format!("{guard} once 1 64"));
-        let others = look(if turn + 1 < deaths { "look" } else { "end" }, turn);
+        let own = lab.good(&format!("{GUARD} once 1 64"));
+        let others = bench.look(if turn + 1 < deaths { "look" } else { "end" }, turn);
         println!("death {turn} after {dead:.0?}: {}; {}", own.trim(), others.trim());
         // The supervisor has given the disk back; where it died, the next command does.
         if turn % 6 == 2 {

@@ -165,6 +165,24 @@ def files_that_outlive_their_process(before):
     os.wait()
 
 
+def another_process_with_the_file(address):
+    """QEMU has a session's file, so that the session outlives its supervisor. It asks for nothing there."""
+    file, memfd = session(), huge_memfd(1)
+    assert bind(address, "vfio-pci")
+    child = os.fork()
+    if child == 0:
+        refused([errno.EPERM], pin, file, memfd, 0, HUGE, HUGE)
+        for request in [ADD, ON, OFF]:
+            refused([errno.EPERM], ask, file, request, address)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "another process than the one that began a session asks for something in it"
+    ask(file, ADD, address)
+    os.close(file)
+    os.close(memfd)
+    assert bind(address, "nvme")
+
+
 def threads_in_one_session(address, seconds):
     """A device changes its driver while sessions come and go, and threads ask for everything in one of them."""
     end = time.monotonic() + seconds
@@ -218,6 +236,8 @@ def main():
     wrong_devices(address)
     all_free(before)
     files_that_outlive_their_process(before)
+    all_free(before)
+    another_process_with_the_file(address)
     all_free(before)
     threads_in_one_session(address, float(sys.argv[2]))
     all_free(before)

@@ -18,7 +18,7 @@
 
 /*
  * Supervisor and host module: /dev/tombolo-bypass. An open file is a session: the memory of one VM and the devices that reach it. Its last
- * close stops the devices, then gives the memory back.
+ * close stops the devices, then gives the memory back. Requests are taken from the process that opened it alone (EPERM).
  */
 
 /* Pins a part of a memfd of huge pages and writes the host-physical address of each of its pages to `frames`. */

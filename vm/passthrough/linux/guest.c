@@ -5,7 +5,7 @@
  * The module reads the map of the guest's memory from the supervisor. From then on, before a driver is bound to one of the VM's devices, it
  * asks the supervisor to let the device's DMA go untranslated and gives the device DMA operations that translate (dma.c). When the driver
  * is unbound, and at the end of this kernel, it asks to have the DMA blocked. A device whose driver is bound without the module stays
- * as it was: translated by the IOMMU.
+ * as it was: translated by the IOMMU. So does one whose driver hands it to programs, which know nothing of the map.
  */
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
 
@@ -155,12 +155,24 @@ static int tbp_switch_on(struct pci_dev *pdev, u32 device)
 	return ret;
 }
 
+/* Whether programs use the device through its driver, and give it guest-physical addresses, past the DMA operations. */
+static bool tbp_is_for_programs(const struct device_driver *driver)
+{
+	return to_pci_driver(driver)->driver_managed_dma || !strcmp(driver->name, "uio_pci_generic") ||
+	       !strcmp(driver->name, "igb_uio");
+}
+
 static void tbp_start(struct pci_dev *pdev, u32 device)
 {
 	int ret;
 
 	if (tbp_is_on[device])
 		return;
+	if (tbp_is_for_programs(pdev->dev.driver)) {
+		pci_warn(pdev, "does not go untranslated: programs that use it by %s would have it write to the host's memory\n",
+			 pdev->dev.driver->name);
+		return;
+	}
 	if (device_iommu_mapped(&pdev->dev)) {
 		pci_warn(pdev, "stays translated: it is behind an IOMMU of this machine's own\n");
 		return;

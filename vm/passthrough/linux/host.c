@@ -3,8 +3,8 @@
  * The host's half of the IOMMU bypass (bypass.h).
  *
  * A device starts as VFIO gives it to a VM: its DMA is translated by the domain of VFIO's container. TBP_IOC_ON resets it, so that nothing that
- * ran on it before goes on with addresses that mean something else now, detaches its group from that domain and attaches a domain of the
- * session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group under its own mutex, so VFIO may give
+ * ran on it before goes on with addresses that mean something else now, has its accesses snoop the caches, detaches its group from that domain and attaches
+ * a domain of the session, which hands each device on to the IOMMU driver's identity domain. The core keeps the group under its own mutex, so VFIO may give
  * the group back at any time: it then goes where VFIO puts it, and the session's domain is out.
  *
  * The session pins the VM's memory itself, whatever VFIO pins. The memory goes back at the last close of the session's file, after each device
@@ -22,6 +22,8 @@
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/pci.h>
+#include <linux/pid.h>
+#include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 #include <linux/version.h>
@@ -50,6 +52,7 @@ struct tbp_bypassed {
 };
 
 struct tbp_session {
+	struct pid *owner; /* the process that opened it */
 	struct mutex lock;
 	struct list_head pinned;
 	struct list_head devices;
@@ -88,6 +91,15 @@ static bool tbp_has_vfio(struct pci_dev *pdev)
 	return pdev->dev.driver && !strcmp(pdev->dev.driver->name, "vfio-pci");
 }
 
+/*
+ * Has the device ask for the processors' caches with each access. VFIO tells KVM that this is so, and then KVM takes all of the guest's memory for
+ * cached, whatever the guest says of it. But it is the IOMMU's translation that sees to it, and that is about to be left out.
+ */
+static int tbp_snoop(struct pci_dev *pdev)
+{
+	return pcibios_err_to_errno(pcie_capability_clear_word(pdev, PCI_EXP_DEVCTL, PCI_EXP_DEVCTL_NOSNOOP_EN));
+}
+
 /* With the device's lock, under which no driver is bound to it. */
 static int tbp_on_locked(struct tbp_bypassed *one)
 {
@@ -100,7 +112,7 @@ static int tbp_on_locked(struct tbp_bypassed *one)
 	if (!tbp_has_vfio(one->pdev) || !domain ||
 	    (domain->type != IOMMU_DOMAIN_UNMANAGED && domain->type != IOMMU_DOMAIN_BLOCKED))
 		return -ENODEV;
-	ret = pci_reset_function_locked(one->pdev);
+	ret = pci_reset_function_locked(one->pdev) ?: tbp_snoop(one->pdev);
 	if (ret)
 		return ret;
 	iommu_detach_group(domain, one->group);
@@ -369,6 +381,9 @@ static long tbp_ioctl(struct file *file, unsigned int command, unsigned long arg
 	struct tbp_pin wanted;
 	long ret;
 
+	/* QEMU has the file only to keep the session from ending: whoever has taken over QEMU must not name another VM's device here. */
+	if (task_tgid(current) != session->owner)
+		return -EPERM;
 	mutex_lock(&session->lock);
 	switch (command) {
 	case TBP_IOC_PIN:
@@ -396,6 +411,7 @@ static int tbp_open(struct inode *inode, struct file *file)
 	session = kzalloc(sizeof(*session), GFP_KERNEL);
 	if (!session)
 		return -ENOMEM;
+	session->owner = get_pid(task_tgid(current));
 	mutex_init(&session->lock);
 	INIT_LIST_HEAD(&session->pinned);
 	INIT_LIST_HEAD(&session->devices);
@@ -419,6 +435,7 @@ static int tbp_release(struct inode *inode, struct file *file)
 		tbp_free(one);
 	}
 	mutex_unlock(&tbp_lock);
+	put_pid(session->owner);
 	kfree(session);
 	return 0;
 }
