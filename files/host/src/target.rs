@@ -23,6 +23,17 @@ use crate::sys;
 /// Begins an argument that names a zone in an ivshmem device of this guest.
 pub(crate) const PCI: &str = "pci:";
 
+/// Returns the argument as a process in another folder names it.
+///
+/// # Errors
+/// When the current folder is gone.
+pub(crate) fn from_anywhere(argument: &Path) -> std::io::Result<PathBuf> {
+    if argument.as_os_str().as_encoded_bytes().starts_with(PCI.as_bytes()) {
+        return Ok(argument.to_owned());
+    }
+    std::path::absolute(argument)
+}
+
 /// An opened argument.
 pub struct Target {
     path: PathBuf,

@@ -24,7 +24,7 @@ use crate::fuse::options::MountOptions;
 use crate::fuse::session::{self, Mounted};
 use crate::log;
 use crate::sys;
-use crate::target::{Joined, Target};
+use crate::target::{self, Joined, Target};
 
 /// The line that a mount in the foreground prints when it serves.
 const READY: &str = "serving";
@@ -117,7 +117,7 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     for option in &args.options {
         command.args(["--options", option]);
     }
-    command.arg("--").arg(std::path::absolute(&args.zone)?).arg(std::path::absolute(&args.directory)?);
+    command.arg("--").arg(target::from_anywhere(&args.zone)?).arg(std::path::absolute(&args.directory)?);
     // It would keep the caller's folder busy.
     command.current_dir("/");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
