@@ -393,7 +393,10 @@ static void step(struct tfs *fs)
 	case 13: tfs_seek(fs, h, at, len & 1); break;
 	case 14: tfs_xattr_get(fs, h, "user.a", buf, len); break;
 	case 15: tfs_xattr_list(fs, h, (char *)buf, len); break;
-	case 16: tfs_xattr_set(fs, h, len & 1 ? "user.a" : "user.n", len & 2 ? buf : NULL, len, (tmb_u32)at % 3, (int)at % 2 - 1, at & 4 ? &attr : NULL, 1); break;
+	case 16:
+		tfs_xattr_set(fs, h, len & 1 ? "user.a" : "user.n", len & 2 ? buf : NULL, len, (tmb_u32)at % 3, (int)at % 2 - 1,
+			      at & 4 ? &attr : NULL, 1);
+		break;
 	case 17: tfs_readlink(fs, h, (char *)buf, (tmb_u32)len); break;
 	case 18: tfs_open_ref(fs, h); break;
 	case 19: tfs_close_ref(fs, h); break;
