@@ -68,35 +68,21 @@ pub struct Divider {
 }
 
 /// Finds out how many tenants it takes to use the processors.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Window {
     began: Duration,
     /// Of the processors, when it began.
     idle: Duration,
     /// Set if a tenant was stopped in it.
     held: bool,
-    /// So many tenants, those furthest behind, run whatever they have had.
-    free: usize,
+    /// So many tenants, those next to the one furthest behind, run whatever they have had, as that one does.
+    more: usize,
     /// It is tried with one fewer after so many windows.
     calm: u32,
     /// So many they were the last time.
     backoff: u32,
     /// Set while it is tried.
     tries: bool,
-}
-
-impl Default for Window {
-    fn default() -> Window {
-        Window {
-            began: Duration::ZERO,
-            idle: Duration::ZERO,
-            held: false,
-            free: 1,
-            calm: 0,
-            backoff: 0,
-            tries: false,
-        }
-    }
 }
 
 impl Window {
@@ -107,21 +93,21 @@ impl Window {
         if in_vain {
             let longer = if self.tries { self.backoff * 2 } else { self.backoff };
             self.backoff = longer.clamp(1, CALM_MAX);
-            (self.free, self.calm, self.tries) = (self.free + 1, self.backoff, false);
+            (self.more, self.calm, self.tries) = (self.more + 1, self.backoff, false);
         } else if over {
             if self.tries && self.held {
                 (self.backoff, self.tries) = (0, false);
             }
             self.calm = self.calm.saturating_sub(1);
-            if self.calm == 0 && self.free > 1 {
-                (self.free, self.tries) = (self.free - 1, true);
+            if self.calm == 0 && self.more > 0 {
+                (self.more, self.tries) = (self.more - 1, true);
             }
         }
-        self.free = self.free.clamp(1, active.max(1));
+        self.more = self.more.min(active.saturating_sub(1));
         if in_vain || over {
             (self.began, self.idle, self.held) = (now, idle, false);
         }
-        self.free
+        self.more + 1
     }
 }
 
@@ -166,11 +152,10 @@ impl Divider {
                 // Neither what was saved up nor what was had beyond the own share counts later.
                 share.spent = if divides { share.spent.max(behind) } else { behind };
             }
-            // Who can't use the time alone is owed no more of it than a quantum.
+            // The tenants furthest behind run, and are still behind: they can't use the processors. They save up a quantum at most.
             share.spent = share.spent.max(most_free - QUANTUM);
             let most = if share.held { CLOSE } else { QUANTUM };
-            let ahead = share.spent - behind > most && !free.contains(name);
-            share.held = several && divides && share.active(now) && ahead;
+            share.held = share.active(now) && !free.contains(name) && share.spent - behind > most;
             self.window.held |= share.held;
         }
         self.rest = if several { TICK } else { (self.rest * 2).clamp(TICK, REST) };

@@ -155,7 +155,7 @@ static int tbp_switch_on(struct pci_dev *pdev, u32 device)
 	return ret;
 }
 
-/* Whether programs use the device through its driver, and give it guest-physical addresses, past the DMA operations. */
+/* Returns whether the driver lets programs use the device. They give it guest-physical addresses, since no DMA operation translates theirs. */
 static bool tbp_is_for_programs(const struct device_driver *driver)
 {
 	return to_pci_driver(driver)->driver_managed_dma || !strcmp(driver->name, "uio_pci_generic") ||

@@ -381,7 +381,7 @@ static long tbp_ioctl(struct file *file, unsigned int command, unsigned long arg
 	struct tbp_pin wanted;
 	long ret;
 
-	/* QEMU has the file only to keep the session from ending: whoever has taken over QEMU must not name another VM's device here. */
+	/* QEMU holds the file so that the session outlives the supervisor. A QEMU that its guest controls could name another VM's device here. */
 	if (task_tgid(current) != session->owner)
 		return -EPERM;
 	mutex_lock(&session->lock);

@@ -20,10 +20,15 @@ const CAP_LINUX_IMMUTABLE: u32 = 9;
 /// After so many changes of an inode, or of what a name means, between its check and the operation, the caller gets ESTALE.
 const TRIES: usize = 100;
 
+/// Returns what the kernel says of the caller's process (proc_pid_status(5)). `None`: it is in a PID namespace that this one can't see, or has ended.
+fn status(h: &Header) -> Option<String> {
+    read_to_string(format!("/proc/{}/status", h.pid)).ok().filter(|_| h.pid != 0)
+}
+
 /// Returns whether the caller has a capability on this host. If its process is in a PID namespace that this one can't see: whether it is root.
 fn capable(h: &Header, capability: u32) -> bool {
     let of_process = || {
-        let status = read_to_string(format!("/proc/{}/status", h.pid)).ok().filter(|_| h.pid != 0)?;
+        let status = status(h)?;
         let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
         u64::from_str_radix(effective.trim(), 16).ok()
     };
@@ -43,11 +48,7 @@ fn is_in_own_user_namespace(process: u32) -> bool {
 }
 
 fn is_in_group(h: &Header, gid: u32) -> bool {
-    let status = if h.pid == 0 {
-        String::new()
-    } else {
-        read_to_string(format!("/proc/{}/status", h.pid)).unwrap_or_default()
-    };
+    let status = status(h).unwrap_or_default();
     let groups = status.lines().find_map(|line| line.strip_prefix("Groups:")).unwrap_or_default();
     h.gid == gid || groups.split_whitespace().any(|group| group.parse() == Ok(gid))
 }
@@ -286,17 +287,23 @@ mod tests {
         }
     }
 
-    /// A mount and another member, which has the lock of a file.
-    #[test]
-    fn a_right_counts_when_the_change_is_made_and_not_when_it_began_to_wait_for_another_member() {
-        let map = Arc::new(Map::memfd("waits", 34 << 20).expect("memory"));
-        let area = |member| {
+    /// Memory with a member table and a new file system; what it returns gives each member its area.
+    fn shared(name: &str) -> impl Fn(u32) -> Area {
+        let map = Arc::new(Map::memfd(name, 34 << 20).expect("memory"));
+        let area = move |member| {
             let incarnation = Some((4096, Incarnation { member, epoch: 1 }));
             let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
             assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
             Area::in_map(&map, 2 << 20, 32 << 20, incarnation).expect("an area")
         };
         fs::mkfs(&area(0), &Mkfs::default()).expect("mkfs");
+        area
+    }
+
+    /// A mount and another member, which has the lock of a file.
+    #[test]
+    fn a_right_counts_when_the_change_is_made_and_not_when_it_began_to_wait_for_another_member() {
+        let area = shared("waits");
         let (other, memory) = (Filesystem::open(area(0)).expect("open"), area(0));
         let fs = Filesystem::open(area(5)).expect("open");
         let nodes = Nodes::new(fs.root());
@@ -496,14 +503,7 @@ mod tests {
     /// A mount of a member that is confined to `/mine`, beside `/secret`.
     #[test]
     fn a_mount_of_a_confined_member_has_its_directory_for_a_root_and_no_way_out() {
-        let map = Arc::new(Map::memfd("confined", 34 << 20).expect("memory"));
-        let area = |member| {
-            let incarnation = Some((4096, Incarnation { member, epoch: 1 }));
-            let table = Area::in_map(&map, 4096, 64 * 256, None).expect("a table");
-            assert!(table.store_word(u64::from(member) * 256, 1 << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)));
-            Area::in_map(&map, 2 << 20, 32 << 20, incarnation).expect("an area")
-        };
-        fs::mkfs(&area(0), &Mkfs::default()).expect("mkfs");
+        let area = shared("confined");
         let host = Filesystem::open(area(0)).expect("open");
         let mkdir = |dir: fs::Handle, name: &str| {
             host.create(dir, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o777)).expect("mkdir")

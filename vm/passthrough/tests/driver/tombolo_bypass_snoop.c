@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Shows the bit Enable No Snoop of a PCI function (PCI Express 4.0 §7.5.3.4) as hardware has it: set at first, and changed by whoever writes it. QEMU's
- * emulated devices have it fixed to 0. The parameter `no_snoop` tells its value.
+ * Emulates the bit Enable No Snoop of a PCI function (PCI Express 4.0 §7.5.3.4), which QEMU's devices have fixed to 0. As in hardware, it is 1 at first,
+ * and a write changes it. The parameter `no_snoop` is its value.
  */
 #include <linux/module.h>
 #include <linux/pci.h>
