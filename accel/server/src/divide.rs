@@ -24,12 +24,13 @@ const QUANTUM: f64 = 0.010;
 const CLOSE: f64 = 0.005;
 /// A tenant that has not run for so long has nothing to do.
 const QUIET: Duration = Duration::from_millis(25);
-/// The time over which idle processors are measured.
+/// The time, with a tenant stopped, over which idle processors are measured.
 const WINDOW: Duration = Duration::from_millis(100);
-/// Dividing was in vain where processors idled for so long in a window, all together.
-const IN_VAIN: Duration = Duration::from_millis(10);
-/// The most windows before it is tried with a tenant fewer.
-const CALM_MAX: u32 = 16;
+/// Dividing is in vain where processors idle for more than this, all together, in a window in which a tenant is stopped. A client and its worker that
+/// wait for each other leave less.
+const IN_VAIN: Duration = Duration::from_millis(25);
+/// The longest time before it is tried with a tenant fewer.
+const CALM_MAX: Duration = Duration::from_millis(1600);
 const FULL_WEIGHT: f64 = 100.0;
 
 /// The processor time that a tenant has used.
@@ -70,43 +71,48 @@ pub struct Divider {
 /// Finds out how many tenants it takes to use the processors.
 #[derive(Debug, Default)]
 struct Window {
-    began: Duration,
-    /// Of the processors, when it began.
-    idle: Duration,
-    /// Set if a tenant was stopped in it.
-    held: bool,
+    /// The time, and the idle time of the processors, at the last look.
+    last: (Duration, Duration),
+    /// A tenant was stopped for so long in this window, and processors idled meanwhile for so long.
+    stopped: Duration,
+    idled: Duration,
     /// So many tenants, those next to the one furthest behind, run whatever they have had, as that one does.
     more: usize,
-    /// It is tried with one fewer after so many windows.
-    calm: u32,
-    /// So many they were the last time.
-    backoff: u32,
+    /// After this time it is tried with one fewer.
+    calm: Duration,
+    /// So long it was the last time.
+    backoff: Duration,
     /// Set while it is tried.
     tries: bool,
 }
 
 impl Window {
-    /// Returns how many of the tenants that are active run whatever they have had.
-    fn look(&mut self, now: Duration, idle: Duration, active: usize) -> usize {
-        let over = now.saturating_sub(self.began) >= WINDOW;
-        let in_vain = self.held && idle.saturating_sub(self.idle) > IN_VAIN;
-        if in_vain {
-            let longer = if self.tries { self.backoff * 2 } else { self.backoff };
-            self.backoff = longer.clamp(1, CALM_MAX);
-            (self.more, self.calm, self.tries) = (self.more + 1, self.backoff, false);
-        } else if over {
-            if self.tries && self.held {
-                (self.backoff, self.tries) = (0, false);
+    /// Returns how many of the tenants that are active run whatever they have had. `stops`: one has been stopped since the last look.
+    fn look(&mut self, now: Duration, idle: Duration, active: usize, stops: bool) -> usize {
+        let last = std::mem::replace(&mut self.last, (now, idle));
+        if stops {
+            self.stopped += now.saturating_sub(last.0);
+            self.idled += idle.saturating_sub(last.1);
+        }
+        let changed = if self.idled > IN_VAIN {
+            self.backoff = if self.tries { self.backoff * 2 } else { self.backoff }.clamp(WINDOW, CALM_MAX);
+            (self.more, self.calm, self.tries) = (self.more + 1, now + self.backoff, false);
+            true
+        } else if self.stopped >= WINDOW {
+            if std::mem::take(&mut self.tries) {
+                self.backoff = Duration::ZERO;
             }
-            self.calm = self.calm.saturating_sub(1);
-            if self.calm == 0 && self.more > 0 {
-                (self.more, self.tries) = (self.more - 1, true);
-            }
+            true
+        } else if self.more > 0 && !self.tries && now >= self.calm {
+            (self.more, self.tries) = (self.more - 1, true);
+            true
+        } else {
+            false
+        };
+        if changed {
+            (self.stopped, self.idled) = (Duration::ZERO, Duration::ZERO);
         }
         self.more = self.more.min(active.saturating_sub(1));
-        if in_vain || over {
-            (self.began, self.idle, self.held) = (now, idle, false);
-        }
         self.more + 1
     }
 }
@@ -142,7 +148,8 @@ impl Divider {
         active.sort_by(|a, b| a.0.total_cmp(&b.0));
         let several = active.len() > 1;
         let behind = active.first().map_or(0.0, |(spent, _)| *spent);
-        let count = self.window.look(now, idle, active.len());
+        let stops = self.shares.values().any(|share| share.held);
+        let count = self.window.look(now, idle, active.len(), stops);
         let divides = !several || count < active.len();
         active.truncate(count);
         let most_free = active.last().map_or(behind, |(spent, _)| *spent);
@@ -156,7 +163,6 @@ impl Divider {
             share.spent = share.spent.max(most_free - QUANTUM);
             let most = if share.held { CLOSE } else { QUANTUM };
             share.held = share.active(now) && !free.contains(name) && share.spent - behind > most;
-            self.window.held |= share.held;
         }
         self.rest = if several { TICK } else { (self.rest * 2).clamp(TICK, REST) };
         self.rest

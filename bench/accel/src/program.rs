@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_setaffinity};
-use tombolo_bench_project::Project;
 use tombolo_bench_project::kit::Kit;
+use tombolo_bench_project::{Project, interrupt};
 
 /// A folder with what a run needs: the program, the driver's cache, sockets.
 pub struct Place {
@@ -147,7 +147,22 @@ impl Server {
         Ok(())
     }
 
-    fn workers(&self) -> Result<Vec<u32>> {
+    /// Waits until at most so many workers are left: one that is deaf to the end of its client lives on for a while.
+    ///
+    /// # Errors
+    /// More live on for longer than a server lets them.
+    pub fn wait_until_left(&self, count: usize) -> Result<()> {
+        let begun = Instant::now();
+        while self.workers()?.len() > count {
+            interrupt::check()?;
+            ensure!(begun.elapsed() < Duration::from_secs(30), "a client's worker lives on without it");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// The process IDs of its workers.
+    pub fn workers(&self) -> Result<Vec<u32>> {
         let pid = self.child.id();
         let mut found = Vec::new();
         for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
