@@ -5,6 +5,8 @@
  * the argument. Ends with code 3 where a call ended the connection.
  */
 #define CL_TARGET_OPENCL_VERSION 300
+/* For clSetCommandQueueProperty. */
+#define CL_USE_DEPRECATED_OPENCL_1_0_APIS
 #include <CL/cl.h>
 #include <signal.h>
 #include <stdint.h>

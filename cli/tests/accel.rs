@@ -55,6 +55,11 @@ fn natively(program: &Path) -> String {
 }
 
 fn same(program: &str, natively: &str, in_the_vm: &str) {
+    // PoCL of Debian 13 has fine-grained system memory, which no forwarded device has (accel/README.md).
+    let natively = &natively.replace(
+        "Fine-grained system sharing                   Yes",
+        "Fine-grained system sharing                   No",
+    );
     for (a, b) in natively.lines().zip(in_the_vm.lines()) {
         assert_eq!(a, b, "{program}: natively, and in the VM");
     }

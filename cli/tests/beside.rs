@@ -141,7 +141,7 @@ fn a_reboot_beside_a_down_leads_to_no_vm_that_is_up() {
     let lab = lab("");
     let held = lab.dir.path().join("held");
     let script = format!(
-        "#!/bin/sh\ncase \"$*\" in *--version*) while [ -e {} ]; do sleep 0.05; done;; esac\nexec {} \"$@\"\n",
+        "#!/bin/sh\ncase \"$*\" in *--version*) while [ -e {} ]; do sleep 0.05; done;; esac\nexec '{}' \"$@\"\n",
         held.display(),
         fake().display()
     );

@@ -2,7 +2,7 @@
 //! Clients that are killed: what they had begun ends, and a terminal is what it was. A stand-in for QEMU.
 
 use std::os::fd::OwnedFd;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use common::stand_in::{lab, number, until};
 use common::{TIMEOUT, signal};
@@ -60,8 +60,13 @@ fn a_console_that_is_ended_by_a_signal_leaves_the_terminal_as_it_was() {
     let is_raw = || !tcgetattr(&held).unwrap().local_modes.contains(LocalModes::ICANON);
     for ending in ["TERM", "HUP"] {
         let before = tcgetattr(&held).unwrap();
-        let mut console = lab
-            .command(&["console", "a"])
+        let tombolo = lab.command(&["console", "a"]);
+        // Under nohup(1) this process ignores SIGHUP, and so would the console.
+        let mut console = Command::new("env");
+        console.arg(format!("--default-signal={ending}")).arg(tombolo.get_program()).args(tombolo.get_args());
+        console.envs(tombolo.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut console = console
+            .current_dir(lab.dir.path())
             .stdin(Stdio::from(terminal()))
             .stdout(Stdio::null())
             .stderr(Stdio::null())

@@ -272,14 +272,14 @@ fn a_program_that_can_not_go_on_leaves_the_project_to_the_old_one() {
     );
     // A program that knows another format of the state only.
     let other = format!(
-        "#!/bin/sh\nsed 's/\"format\":1/\"format\":99/' \"/proc/self/fd/$3\" >\"$0.state\"\nexec {} \"$1\" \"$2\" 9 9<\"$0.state\"\n",
+        "#!/bin/sh\nsed 's/\"format\":1/\"format\":99/' \"/proc/self/fd/$3\" >\"$0.state\"\nexec '{}' \"$1\" \"$2\" 9 9<\"$0.state\"\n",
         own.display()
     );
     let other = other.replace("$0.state", &format!("{}/other.state", lab.dir.path().display()));
     refuses(&script(&lab, &other), "has format 99, of which this program knows 1 only");
     // One that finds out too late, and becomes the old one again.
     let late = format!(
-        "#!/bin/sh\n[ \"$2\" = --examine ] && exit\nexec {} supervise-on --state \"$3\" --refused 'too late'\n",
+        "#!/bin/sh\n[ \"$2\" = --examine ] && exit\nexec '{}' supervise-on --state \"$3\" --refused 'too late'\n",
         own.display()
     );
     refuses(&script(&lab, &late), "as before: too late");

@@ -5,6 +5,7 @@ mod rig;
 
 use rig::{Server, TIMEOUT, compiled, folder, native, run};
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -21,12 +22,20 @@ fn text(bytes: &[u8]) -> String {
 #[test]
 fn maps_shared_memory_printing_and_properties_answer_as_on_the_native_driver() {
     let (server, program) = (Server::start("answers", &[]), compiled("answers"));
-    let expected = text(&run(&mut native(&program)).stdout);
-    let forwarded = text(&run(&mut server.program(&program)).stdout);
-    for (e, f) in expected.lines().zip(forwarded.lines()) {
-        assert_eq!(e, f);
+    let is_same = |expected: &[u8], forwarded: &[u8]| {
+        let (expected, forwarded) = (text(expected), text(forwarded));
+        for (e, f) in expected.lines().zip(forwarded.lines()) {
+            assert_eq!(e, f);
+        }
+        assert_eq!(expected.lines().count(), forwarded.lines().count());
+    };
+    is_same(&run(&mut native(&program)).stdout, &run(&mut server.program(&program)).stdout);
+    let own = run(server.program(&program).arg("own"));
+    let natively = native(&program).arg("own").output().expect("it runs");
+    // The PoCL of Debian 13 dies of a fill of a program's own memory.
+    if natively.status.signal() != Some(libc::SIGSEGV) {
+        is_same(&natively.stdout, &own.stdout);
     }
-    assert_eq!(expected.lines().count(), forwarded.lines().count());
     server.end();
 }
 
