@@ -184,7 +184,9 @@ fn domains_that_start_at_once_share_the_one_zone_that_is_made() {
 
 #[test]
 fn a_zone_on_a_disk_that_is_not_there_is_not_replaced_by_an_empty_one() {
-    let host = Host::new(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+    let host = Host::new(
+        tempfile::Builder::new().prefix("a disk ").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(),
+    );
     let uuid = Zone::open(host.zone(), false).unwrap().uuid();
     let away = host.dir.path().join("away");
     std::fs::rename(host.zone(), &away).unwrap();

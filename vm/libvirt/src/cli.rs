@@ -250,7 +250,7 @@ fn detach(name: &str, what: &What, out: &mut dyn Write) -> anyhow::Result<()> {
                 writeln!(
                     out,
                     "once it has ended: tombolo zone expel {} {}",
-                    zone.path.display(),
+                    crate::word(&zone.path),
                     zone.member
                 )?;
             }

@@ -73,7 +73,7 @@ fn prepare(want: &Want) -> anyhow::Result<()> {
                 bail!(
                     "{} is not there: the accelerator's server does not run; start it: tombolo accel serve --vm {}",
                     bell.display(),
-                    folder.display()
+                    crate::word(folder)
                 );
             }
             Ok(())
@@ -124,7 +124,7 @@ pub(crate) fn add(port: &Port) -> anyhow::Result<()> {
         bail!(
             "{} is not there: the switch does not run; start it: tombolo net run --control {}",
             port.control.display(),
-            port.control.display()
+            crate::word(&port.control)
         );
     }
     if let Some(folder) = port.socket.parent() {

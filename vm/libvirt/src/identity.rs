@@ -84,7 +84,7 @@ impl Identity {
 
     /// The commands by which its owner makes the zone anew.
     fn commands(&self, path: &Path) -> String {
-        let path = path.display();
+        let path = crate::word(path);
         let create = format!(
             "tombolo zone create {path} --size {} --name {} --uuid {}",
             self.size, self.name, self.uuid

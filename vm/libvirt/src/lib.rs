@@ -22,3 +22,10 @@ pub mod identity;
 pub mod kubevirt;
 pub mod virsh;
 pub mod want;
+
+/// Returns a path as a word of a command that a user gives a shell.
+pub(crate) fn word(path: &std::path::Path) -> String {
+    let text = path.to_string_lossy().into_owned();
+    // No path has a zero byte in it, which alone can't be quoted.
+    shlex::try_quote(&text).map_or_else(|_| text.clone(), std::borrow::Cow::into_owned)
+}
