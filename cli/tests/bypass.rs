@@ -420,6 +420,45 @@ fn a_vm_that_may_start_a_crash_kernel_stays_translated() {
 }
 
 #[test]
+fn a_kernel_that_another_has_started_finds_the_disk_blocked_until_its_own_module_asks() {
+    let bench = Bench::start(512, &ZONE.replace("32M", "160M"));
+    let lab = &bench.lab;
+    lab.good("tombolo up fast");
+    let (mounted, guest) = (bench.mount_zone(), kit("6.12", ["--until", "image"]));
+    lab.good(&format!(
+        "cc -static -o {mounted}/next_kernel {}/tests/next_kernel.c; cp {1}/vmlinuz {1}/initrd.img {mounted}; umount {mounted}",
+        env!("CARGO_MANIFEST_DIR"),
+        guest.display()
+    ));
+    bench.guard();
+    let blocked = "dmesg | grep -qF \"Request device [81:00.0] fault\"";
+    bench.read_on();
+    bench.guest("touch /run/first");
+    lab.good(&format!("! {blocked}"));
+    // The answer does not come.
+    lab.run(
+        "timeout 120 tombolo exec fast -- sh -c '/mnt/next_kernel /mnt/vmlinuz /mnt/initrd.img \"$(sed \"s/ tombolo.bypass//\" /proc/cmdline)\"'",
+    );
+    lab.good(
+        "timeout 280 sh -c 'until timeout 60 tombolo exec fast -- test ! -e /run/first; do sleep 1; done'",
+    );
+
+    // Its driver tries the disk.
+    bench.guest("test ! -e /sys/module/tombolo_bypass; modprobe nvme");
+    lab.good(&format!("timeout 120 sh -c 'until {blocked}; do sleep 0.1; done'"));
+    bench.guest("test ! -e /dev/nvme0n1");
+    println!("{}", bench.look("end", 0));
+
+    bench.guest(
+        "for device in /sys/bus/pci/devices/*; do [ $(cat $device/class) != 0x010802 ] || address=$(basename $device); done
+        modprobe tombolo_bypass rebind=1
+        until [ -b /dev/nvme0n1 ]; do echo $address >/sys/bus/pci/drivers/nvme/bind 2>/dev/null || sleep 0.1; done",
+    );
+    assert_eq!(bench.write_and_read("fast"), 0);
+    end(lab);
+}
+
+#[test]
 fn a_supervisor_that_wakes_late_switches_no_device_that_its_guest_uses_translated() {
     let bench = Bench::start(512, &format!("cmdline = \"crashkernel=64M\"\n{ZONE}"));
     let lab = &bench.lab;

@@ -154,6 +154,9 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
     list.pair("-qmp", &format!("unix:{},server=on,wait=off", Files::monitor(files.folder).display()));
     match config.iommu {
         // Interrupt remapping needs the split irqchip above; caching mode is not needed by devices that QEMU emulates itself.
+        Iommu::Intel if emulates_x2apic(qemu.version) => {
+            list.pair("-device", "intel-iommu,intremap=on,eim=on");
+        }
         Iommu::Intel => list.pair("-device", "intel-iommu,intremap=on"),
         // With remapped interrupts the kernel finds no timer behind QEMU 10's AMD-Vi.
         Iommu::Amd => list.pair("-device", "amd-iommu,intremap=off"),
@@ -186,6 +189,11 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
         ),
     );
     list.0
+}
+
+/// Returns whether this QEMU emulates x2APICs, whose registers are MSRs.
+fn emulates_x2apic(version: (u32, u32, u32)) -> bool {
+    version >= (9, 0, 0)
 }
 
 #[derive(Default)]
@@ -272,6 +280,12 @@ mod tests {
     fn igb_is_asked_for_only_where_qemu_has_it() {
         assert!(!line((7, 2, 22), &Config::default()).contains("igb"));
         assert!(line((10, 0, 2), &Config::default()).contains("igb"));
+    }
+
+    #[test]
+    fn interrupts_reach_x2apics_where_qemu_emulates_them() {
+        assert!(line((10, 0, 2), &Config::default()).contains("intremap=on,eim=on"));
+        assert!(!line((7, 2, 22), &Config::default()).contains("eim"));
     }
 
     #[test]
