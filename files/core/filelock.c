@@ -350,8 +350,8 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 	return 0;
 }
 
-/* Adds a block to the table, unless it has gained enough room since the caller looked. */
-static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
+/* -EAGAIN: the lock of the inode or of the table is kept. */
+static int grow_once(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
 	struct table t;
@@ -360,11 +360,11 @@ static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 
 	if (err)
 		return err;
-	err = tfs_lock_inode_as(fs, h, how, &inode);
+	err = tfs_lock_inode_as(fs, h, TFS_BRIEFLY, &inode);
 	if (err)
 		goto end;
 	if (own_lock(inode))
-		err = tfs_lock(fs, own_lock(inode), how);
+		err = tfs_lock(fs, own_lock(inode), TFS_BRIEFLY);
 	if (!err) {
 		table_open(&t, fs, inode);
 		if (!has_room(&t, 2)) {
@@ -379,6 +379,23 @@ static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 	return err;
 end:
 	tfs_tx_end(fs, slot);
+	return err;
+}
+
+/* Adds a block to the table, unless it has gained enough room since the caller looked. */
+static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
+{
+	struct tfs_inode *inode;
+	int err;
+
+	while ((err = grow_once(fs, h)) == -EAGAIN) {
+		err = tfs_await_inode(fs, h, how);
+		if (!err)
+			err = lock_table(fs, h, how, &inode);
+		if (err)
+			break;
+		unlock_table(fs, inode);
+	}
 	return err;
 }
 

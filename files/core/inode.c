@@ -39,7 +39,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	int err;
 
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
-	err = tfs_lock(fs, &sb->itable_lock, TFS_KILLABLE);
+	err = tfs_lock(fs, &sb->itable_lock, TFS_BRIEFLY);
 	if (err)
 		return err;
 	had = tmb_load(&sb->itable_inodes);
@@ -161,6 +161,11 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 			return err;
 	}
 	return -ENOSPC;
+}
+
+int tfs_await_table(struct tfs *fs)
+{
+	return tfs_await(fs, &tfs_sb(fs)->itable_lock, TFS_KILLABLE);
 }
 
 static void free_contents(struct tfs *fs, struct tfs_inode *inode)

@@ -68,10 +68,10 @@ int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how, str
 	return -ESTALE;
 }
 
-int tfs_await_inode(struct tfs *fs, struct tfs_handle h)
+int tfs_await_inode(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 {
 	struct tfs_inode *inode;
-	int err = tfs_lock_inode_as(fs, h, TFS_KILLABLE, &inode);
+	int err = tfs_lock_inode_as(fs, h, how, &inode);
 
 	if (!err)
 		tfs_unlock(fs, &inode->lock);

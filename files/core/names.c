@@ -72,7 +72,7 @@ int tfs_init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, cons
 	return err;
 }
 
-/* -EAGAIN: the directory's lock is kept. */
+/* -EAGAIN: the lock of the directory, or of the inode table, is kept. */
 static int create_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
 {
 	struct tfs_inode *dir, *inode;
@@ -147,7 +147,9 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 
 	int err;
 
 	while ((err = create_once(fs, dir, name, len, c, made)) == -EAGAIN) {
-		err = tfs_await_inode(fs, dir);
+		err = tfs_await_table(fs);
+		if (!err)
+			err = tfs_await_inode(fs, dir, TFS_KILLABLE);
 		if (err)
 			break;
 	}
@@ -223,7 +225,7 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 le
 	int err;
 
 	while ((err = link_once(fs, dir, name, len, h, now, &busy)) == -EAGAIN) {
-		err = tfs_await_inode(fs, busy);
+		err = tfs_await_inode(fs, busy, TFS_KILLABLE);
 		if (err)
 			break;
 	}
@@ -325,7 +327,7 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir, const char *name, 
 	int err;
 
 	while ((err = remove_once(fs, dir, name, len, expect, want_dir, now, &busy)) == -EAGAIN) {
-		err = tfs_await_inode(fs, busy);
+		err = tfs_await_inode(fs, busy, TFS_KILLABLE);
 		if (err)
 			break;
 	}

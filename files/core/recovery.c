@@ -244,8 +244,6 @@ static void clear_bits(tmb_u64 *word, tmb_u64 members)
 static int forget_in_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u64 members)
 {
 	tmb_u64 state = tmb_load(&inode->state_gen);
-	tmb_u32 slot;
-	int err;
 
 	if (created_by(state, members))
 		return drop_new_inode(fs, ino, inode);
@@ -256,10 +254,7 @@ static int forget_in_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode,
 	clear_bits(&inode->hole_mappers, members);
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
-	err = tfs_tx_claim(fs, &slot);
-	if (!err)
-		tfs_free_orphan(fs, ino, slot);
-	return err;
+	return tfs_free_orphan(fs, ino, tfs_tx_claim);
 }
 
 /* One pass for all of the members: the inode table is the largest thing that a recovery reads. An error: the next recovery repeats the pass. */

@@ -49,18 +49,14 @@ static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode 
  * to this one. */
 static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 {
-	tmb_u32 slot;
 	int err;
 
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
-	err = tfs_tx_begin(fs, &slot);
-	if (err) {
+	err = tfs_free_orphan(fs, ino, tfs_tx_begin);
+	if (err)
 		tmb_store(&fs->unclean, true);
-		return err;
-	}
-	tfs_free_orphan(fs, ino, slot);
-	return 0;
+	return err;
 }
 
 int tfs_open_bit(struct tfs *fs, struct tfs_handle h)
@@ -87,19 +83,33 @@ void tfs_open_new(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 	unlock_bits(fs, ino);
 }
 
-void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot)
+int tfs_free_orphan(struct tfs *fs, tmb_u64 ino, int (*begin)(struct tfs *fs, tmb_u32 *slot))
 {
 	struct tfs_inode *inode;
-	int err = tfs_lock_inode_as(fs, tfs_any(ino), TFS_SURE, &inode);
-	bool locked = !err;
+	tmb_u32 slot;
+	int err;
 
+	do {
+		err = begin(fs, &slot);
+		if (err)
+			return err;
+		err = tfs_lock_inode_as(fs, tfs_any(ino), TFS_BRIEFLY, &inode);
+		if (!err) {
+			if (!tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
+				tfs_free_inode_locked(fs, ino, inode, slot);
+			tfs_tx_end(fs, slot);
+			tfs_unlock(fs, &inode->lock);
+			return 0;
+		}
+		tfs_tx_drop(fs, slot);
+		if (err != -EAGAIN && err != -EINTR)
+			return 0;
+		/* Also for a killed process: it must close its files. */
+		err = tfs_await_inode(fs, tfs_any(ino), TFS_SURE);
+	} while (!err);
 	if (err == -EINTR) /* the recovery of this member closes it */
 		tmb_store(&fs->unclean, true);
-	if (locked && !tmb_load(&inode->nlink) && !tmb_load(&inode->openers))
-		tfs_free_inode_locked(fs, ino, inode, slot);
-	tfs_tx_end(fs, slot);
-	if (locked)
-		tfs_unlock(fs, &inode->lock);
+	return 0;
 }
 
 void tfs_close_bit(struct tfs *fs, struct tfs_handle h)

@@ -41,7 +41,7 @@ struct rename {
 	struct tfs_inode *whiteout; /* to be left at the old name; NULL: none */
 	tmb_u64 whiteout_ino;
 	bool wait;    /* whether to wait for locks of inodes, TFS_BRIEFLY; else -EAGAIN ... */
-	tmb_u64 busy; /* ... with 'busy' the inode whose lock is taken; 0: the rename lock is */
+	tmb_u64 busy; /* ... with 'busy' the inode whose lock is taken; 0: the rename lock is; TFS_TX_ITABLE: that of the inode table */
 };
 
 /* Tries of a rename that waits with nothing locked, before it waits with the rename lock held. */
@@ -220,15 +220,11 @@ static int lock_all(struct tfs *fs, struct rename *r)
 /* Waits with nothing held until the lock that was taken may be free. */
 static int await_busy(struct tfs *fs, const struct rename *r)
 {
-	struct tmb_lock *lock = &tfs_sb(fs)->rename_lock;
-	int err;
-
+	if (r->busy == TFS_TX_ITABLE)
+		return tfs_await_table(fs);
 	if (r->busy)
-		return tfs_await_inode(fs, tfs_any(r->busy));
-	err = tfs_lock(fs, lock, TFS_KILLABLE);
-	if (!err)
-		tfs_unlock(fs, lock);
-	return err;
+		return tfs_await_inode(fs, tfs_any(r->busy), TFS_KILLABLE);
+	return tfs_await(fs, &tfs_sb(fs)->rename_lock, TFS_KILLABLE);
 }
 
 /* Called before the old name is taken out of the index, which may be another one than when the name was found. */
@@ -358,6 +354,7 @@ static int make_whiteout(struct tfs *fs, struct rename *r)
 
 	if (!(r->flags & TFS_RENAME_WHITEOUT))
 		return 0;
+	r->busy = TFS_TX_ITABLE;
 	err = tfs_new_inode(fs, r->slot, 4, &made, &inode);
 	if (err)
 		return err;

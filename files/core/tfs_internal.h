@@ -217,6 +217,15 @@ static inline bool tfs_try_lock(struct tfs *fs, struct tmb_lock *lock)
  * have it; or its word has just changed. */
 bool tfs_lock_at_once(struct tfs *fs, struct tmb_lock *lock, tmb_u32 *owner);
 void tfs_unlock(struct tfs *fs, struct tmb_lock *lock);
+/* Waits, without a transaction's slot, for a lock that an operation found kept (TFS_BRIEFLY). 0: the operation may begin again. */
+static inline int tfs_await(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
+{
+	int err = tfs_lock(fs, lock, how);
+
+	if (!err)
+		tfs_unlock(fs, lock);
+	return err;
+}
 bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner); /* by a member, dead or alive */
 /* One wait for something that another thread or member holds. */
 struct tfs_wait {
@@ -242,8 +251,8 @@ static inline bool tfs_is_frozen(struct tfs *fs)
 /* As tfs_lock_inode; gives the inode, whose lock tfs_unlock releases. */
 int tfs_lock_inode_as(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **inode);
 int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **inode); /* -EAGAIN: taken */
-/* Waits for an inode's lock that an operation found kept (TFS_BRIEFLY), without that operation's slot. 0: the operation may begin again. */
-int tfs_await_inode(struct tfs *fs, struct tfs_handle h);
+/* As tfs_await, for the lock of an inode. */
+int tfs_await_inode(struct tfs *fs, struct tfs_handle h, enum tfs_how how);
 bool tfs_member_alive(struct tfs *fs, tmb_u32 member, tmb_u32 epoch);
 static inline bool tfs_member_active(struct tfs *fs, tmb_u32 member)
 {
@@ -372,8 +381,10 @@ static inline tmb_u64 tfs_stamp_of(struct tfs_inode *inode)
 	/* The generation grows when the inode is freed, the state differs while it is being freed, and map_seq grows when blocks are unlinked. */
 	return (state & ~0xffffffffULL) | (state & 0xff) << 24 | (tmb_load_acquire(&inode->map_seq) & 0xffffff);
 }
-/* Claims a record, state NEW, and names it in the transaction as number 'index'. */
+/* Claims a record, state NEW, and names it in the transaction as number 'index'. -EAGAIN: another member keeps the lock of the inode table, which must
+ * grow; the caller ends the transaction, calls tfs_await_table, and begins again. */
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle *made, struct tfs_inode **out);
+int tfs_await_table(struct tfs *fs);
 /* Undoes tfs_new_inode and frees the contents. The transaction names the inode, and its end frees the number. */
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot);
 /* Returns whether the transaction in this slot has freed the inode; tfs_tx_end then makes the record claimable (tfs_set_free). */
@@ -383,8 +394,8 @@ void tfs_set_free(struct tfs *fs, struct tfs_inode *inode);
 int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot);
 /* Sets this member's open bit of a record that it has claimed; a thread that came too late for the record's last inode does not clear it. */
 void tfs_open_new(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode);
-/* Frees the inode if it has neither name nor opener, and ends the transaction. */
-void tfs_free_orphan(struct tfs *fs, tmb_u64 ino, tmb_u32 slot);
+/* Frees the inode if it has neither name nor opener, in a transaction that 'begin' begins, whose error it returns. */
+int tfs_free_orphan(struct tfs *fs, tmb_u64 ino, int (*begin)(struct tfs *fs, tmb_u32 *slot));
 /*
  * Removes and frees blocks [from, to) of the data tree, once readers and mappers are gone. A recovery does not wait for mappers: a member that is
  * asked to unmap may itself be waiting for the recovery. Before the transaction commits, tfs_begin_removal takes all that the removal needs, so that

@@ -99,7 +99,7 @@ int tfs_tx_begin_on(struct tfs *fs, struct tfs_handle h, tmb_u32 *slot, struct t
 			return 0;
 		tfs_tx_drop(fs, *slot);
 		if (err == -EAGAIN)
-			err = tfs_await_inode(fs, h);
+			err = tfs_await_inode(fs, h, TFS_KILLABLE);
 		if (err)
 			return err;
 	}

@@ -444,6 +444,89 @@ fn more_threads_than_transaction_slots_that_wait_for_a_suspended_member_leave_ot
     zone.assert_undamaged();
 }
 
+/// More threads than a member has transactions.
+const WAITERS: usize = sys::TFS_TX_SLOTS as usize + 8;
+
+/// So many threads of a member wait for `locks`, which another member keeps. Then a thread of it changes a file that nobody keeps.
+fn others_go_on_while_all_wait_for(locks: &[&AtomicU64], fs: &Filesystem, wait: impl Fn(usize) + Sync) {
+    let free = file(fs, "free");
+    let begun = AtomicU64::new(0);
+    locks.iter().for_each(|lock| lock.store(held_by(0), SeqCst));
+    std::thread::scope(|scope| {
+        let waiters: Vec<_> = (0..WAITERS)
+            .map(|i| {
+                let (wait, begun) = (&wait, &begun);
+                scope.spawn(move || {
+                    begun.fetch_add(1, SeqCst);
+                    wait(i);
+                })
+            })
+            .collect();
+        let other = scope.spawn(|| {
+            let mut after = 0;
+            while after < 5000 {
+                chmod(fs, free).expect("changed");
+                std::thread::yield_now();
+                after += u32::from(begun.load(SeqCst) == WAITERS as u64);
+            }
+        });
+        wait_until(|| other.is_finished());
+        let (done, waited) = (other.is_finished(), waiters.iter().all(|waiter| !waiter.is_finished()));
+        locks.iter().for_each(|lock| lock.store(0, SeqCst));
+        assert!(done, "it waits with the others");
+        assert!(waited, "one does not wait for the suspended member");
+    });
+}
+
+#[test]
+fn threads_that_wait_for_a_suspended_member_to_make_room_for_inodes_leave_others_room() {
+    let zone = Zone::new();
+    let (suspended, fs) = (zone.open(0), zone.open(1));
+    let super_block = |field: usize| zone.word(AREA_AT + field as u64);
+    let inodes = super_block(core::mem::offset_of!(sys::tfs_super, itable_inodes)).load(SeqCst);
+    // Two are left: the one that others_go_on_while_all_wait_for() makes, and number 0, which is none.
+    for i in 2..inodes - 1 {
+        file(&fs, &format!("f{i}"));
+    }
+    let lock = super_block(core::mem::offset_of!(sys::tfs_super, itable_lock));
+    others_go_on_while_all_wait_for(&[lock], &fs, |i| {
+        file(&fs, &format!("new{i}"));
+    });
+    drop((suspended, fs));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn threads_that_wait_for_a_suspended_member_to_make_room_for_locks_leave_others_room() {
+    let zone = Zone::new();
+    let (suspended, fs) = (zone.open(0), zone.open(1));
+    let written = file(&fs, "written");
+    others_go_on_while_all_wait_for(&[zone.lock_of(written)], &fs, |i| {
+        fs.set_lock(written, &range(i as u64, sys::TFS_LK_WRITE)).expect("a lock");
+    });
+    drop((suspended, fs));
+    zone.assert_undamaged();
+}
+
+#[test]
+fn threads_that_wait_for_a_suspended_member_to_free_removed_files_leave_others_room() {
+    let zone = Zone::new();
+    let (suspended, fs) = (zone.open(0), zone.open(1));
+    let name = |i: usize| format!("removed{i}");
+    let removed: Vec<Handle> = (0..WAITERS).map(|i| file(&fs, &name(i))).collect();
+    let free = fs.statfs().blocks_free;
+    for (i, removed) in removed.iter().enumerate() {
+        fs.open_ref(*removed).expect("open");
+        fs.append(*removed, b"x", false).expect("append");
+        fs.unlink(ROOT, name(i).as_bytes(), None).expect("unlink");
+    }
+    let locks: Vec<_> = removed.iter().map(|removed| zone.lock_of(*removed)).collect();
+    others_go_on_while_all_wait_for(&locks, &fs, |i| fs.close_ref(removed[i]).expect("close"));
+    assert_eq!(fs.statfs().blocks_free, free, "the files are freed once the member has gone on");
+    drop((suspended, fs));
+    zone.assert_undamaged();
+}
+
 #[test]
 fn an_append_waits_for_no_lock_of_a_range() {
     let zone = Zone::new();
@@ -478,6 +561,31 @@ fn request(owner: u64, type_: i32) -> Request {
         body.extend_from_slice(&word.to_ne_bytes());
     }
     Request::parse(Cursor(&body)).expect("a request")
+}
+
+/// One thread of a process closes a descriptor of the file while another one takes a lock through a second descriptor, which it then closes.
+#[test]
+fn a_lock_of_a_mount_that_is_taken_during_a_close_is_released_by_the_next_close() {
+    let zone = Zone::new();
+    let (suspended, mounted) = (zone.open(0), zone.open(1));
+    let (locked, locks) = (file(&mounted, "locked"), Locks::default());
+    let inode = zone.lock_of(locked);
+    // The first lock makes the table, for which it takes the inode's lock.
+    inode.store(held_by(0), SeqCst);
+    std::thread::scope(|scope| {
+        let set = scope.spawn(|| locks.set(&mounted, locked, &request(1, libc::F_WRLCK)));
+        // SAFETY: the lock's second word.
+        let waits = unsafe { AtomicU64::from_ptr(inode.as_ptr().wrapping_add(1)) };
+        wait_until(|| waits.load(SeqCst) != 0);
+        locks.flush(&mounted, locked, 1).expect("the first close");
+        inode.store(0, SeqCst);
+        set.join().expect("no panic").expect("a lock");
+    });
+    locks.flush(&mounted, locked, 1).expect("the second close");
+    let found = mounted.get_lock(locked, &range(2, sys::TFS_LK_WRITE)).map(|found| found.type_);
+    assert_eq!(found, Ok(sys::TFS_LK_UNLOCK), "no process is left that could release the lock");
+    drop((suspended, mounted));
+    zone.assert_undamaged();
 }
 
 #[test]

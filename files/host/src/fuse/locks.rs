@@ -163,17 +163,27 @@ impl Locks {
 
     fn try_set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
         let lock = &request.lock;
-        if lock.type_ != sys::TFS_LK_UNLOCK {
-            // Stored first, so that a close meanwhile releases it.
-            let holder = Holder { ino, owner: lock.owner, kind: lock.kind };
+        let set = || fs.set_lock(ino, lock).map_err(|e| if e == Errno::ROFS { Errno::NOLCK } else { e });
+        if lock.type_ == sys::TFS_LK_UNLOCK {
+            return set();
+        }
+        let holder = Holder { ino, owner: lock.owner, kind: lock.kind };
+        let remember = |held: &mut Held| {
+            held.holders.insert(holder);
+            held.handles.entry(request.handle).or_default().insert(holder);
+        };
+        {
             let mut held = held(self);
             if held.late.contains(&holder) {
                 return Err(Errno::AGAIN);
             }
-            held.holders.insert(holder);
-            held.handles.entry(request.handle).or_default().insert(holder);
+            // First, so that a close once the zone has the lock releases it.
+            remember(&mut held);
         }
-        fs.set_lock(ino, lock).map_err(|e| if e == Errno::ROFS { Errno::NOLCK } else { e })
+        set()?;
+        // And once more: a close before that, of another descriptor of the process, found no lock in the zone, and the next one must look again.
+        remember(&mut held(self));
+        Ok(())
     }
 
     /// Takes the lock, or queues the request. None: the waiting thread answers later.
