@@ -115,8 +115,8 @@ fn limits_are_set_and_go_by_the_commands_of_the_guide() {
     lab.good(&["down"]);
 }
 
-/// Isolates a CPU, gives it back by `down`, by `clean` after a crash, and by the next `up` after another one; then what is refused, and `ps` while another
-/// process keeps an isolation waiting.
+/// Isolates a CPU, gives it back by `down`, by `clean` after a crash, and by the next `up` after another one; then what is refused, and `ps` and `down` while
+/// another process has the lock that an isolation takes.
 const ISOLATION: &str = r#"
 cd /sys/fs/cgroup
 echo '+cpu +memory +cpuset' >cgroup.subtree_control
@@ -157,7 +157,7 @@ state successor
 tombolo down
 state end
 TOMBOLO_CGROUP=/sys/fs/cgroup/plain/inner tombolo up || state refused
-exec 9<unit
+exec 9>unit/cgroup.kill
 while :; do
 	/mnt/flock 9
 	rm -f /tmp/p/asked
@@ -171,7 +171,12 @@ done
 /mnt/flock -u 9
 wait $!
 tombolo ps --wait 60
-tombolo down
+/mnt/flock 9
+tombolo down && echo 'down has not waited for the lock'
+/mnt/flock -u 9
+until tombolo down; do sleep 0.1; done
+tombolo clean
+state unlocked
 "#;
 
 /// A stand-in with one thread, which is the vCPU.
@@ -215,6 +220,7 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         ("successor", taken),
         ("end", free),
         ("refused", free),
+        ("unlocked", free),
     ];
     for (when, state) in states {
         assert!(said.contains(&format!("{when}: {state}\n")), "{when}: {state} is not in\n{said}");
@@ -226,6 +232,7 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         "vCPU: CPUs 1 in /unit/tombolo-p-",
         "a   booting",
         "a   up",
+        "the VM 'a' has ended, and what it had of the host, such as its CPUs, is not given back yet",
         "-a/vcpus\n",
         "would give the CPUs of /sys/fs/cgroup/unit/tombolo-p-",
         "vm.a.isolate: the cgroup /sys/fs/cgroup/plain/inner lacks the controller cpuset; as root: echo +cpuset >/sys/fs/cgroup/plain/cgroup.subtree_control",
