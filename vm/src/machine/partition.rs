@@ -293,7 +293,9 @@ fn lock(group: &Path) -> anyhow::Result<Vec<File>> {
     let mut locks = Vec::new();
     for path in above.iter().rev().map(|ancestor| ancestor.join(OWNERS)) {
         let opened = match File::options().write(true).open(&path) {
-            Err(e) if matches!(e.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound) => continue,
+            Err(e) if matches!(e.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound) => {
+                continue;
+            }
             other => other,
         };
         let taken = opened.and_then(|file| take(file, &path));
