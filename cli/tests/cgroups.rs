@@ -44,6 +44,8 @@ fn tools(lab: &Lab, compose: &str, qemu: &str) {
     let program = env!("CARGO_BIN_EXE_tombolo");
     std::fs::create_dir_all(stage.join("lib")).unwrap();
     std::fs::copy(program, stage.join("tombolo")).unwrap();
+    // It needs no library that this program does not need.
+    std::fs::copy("/usr/bin/flock", stage.join("flock")).expect("the package util-linux");
     let libraries = Command::new("ldd").arg(program).output().unwrap();
     for word in String::from_utf8(libraries.stdout).unwrap().split_whitespace().filter(|w| w.starts_with('/'))
     {
@@ -113,7 +115,8 @@ fn limits_are_set_and_go_by_the_commands_of_the_guide() {
     lab.good(&["down"]);
 }
 
-/// Isolates a CPU, gives it back by `down`, by `clean` after a crash, and by the next `up` after another one; then what is refused.
+/// Isolates a CPU, gives it back by `down`, by `clean` after a crash, and by the next `up` after another one; then what is refused, and `ps` and `down` while
+/// another process has the lock that an isolation takes.
 const ISOLATION: &str = r#"
 cd /sys/fs/cgroup
 echo '+cpu +memory +cpuset' >cgroup.subtree_control
@@ -154,6 +157,26 @@ state successor
 tombolo down
 state end
 TOMBOLO_CGROUP=/sys/fs/cgroup/plain/inner tombolo up || state refused
+exec 9>unit/cgroup.kill
+while :; do
+	/mnt/flock 9
+	rm -f /tmp/p/asked
+	tombolo up &
+	until [ -e /tmp/p/asked ]; do kill -0 $!; sleep 0.1; done
+	tombolo ps --wait 10
+	if kill -0 $!; then break; fi
+	echo 'the wait for the lock has ended meanwhile, so this is repeated'
+	tombolo down
+done
+/mnt/flock -u 9
+wait $!
+tombolo ps --wait 60
+/mnt/flock 9
+tombolo down && echo 'down has not waited for the lock'
+/mnt/flock -u 9
+until tombolo down; do sleep 0.1; done
+tombolo clean
+state unlocked
 "#;
 
 /// A stand-in with one thread, which is the vCPU.
@@ -169,7 +192,7 @@ while read -r line; do
 	id=$(printf %s "$line" | sed -n 's/.*"id": *\([0-9]*\).*/\1/p')
 	reply='{}'
 	case $line in
-		*query-cpus-fast*) reply='[{"cpu-index": 0, "thread-id": '$$', "props": {"socket-id": 0, "core-id": 0, "thread-id": 0}}]' ;;
+		*query-cpus-fast*) echo >/tmp/p/asked; reply='[{"cpu-index": 0, "thread-id": '$$', "props": {"socket-id": 0, "core-id": 0, "thread-id": 0}}]' ;;
 	esac
 	echo '{"return": '"$reply"', "id": '"$id"'}'
 	case $line in *'"quit"'*) exit ;; esac
@@ -197,6 +220,7 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         ("successor", taken),
         ("end", free),
         ("refused", free),
+        ("unlocked", free),
     ];
     for (when, state) in states {
         assert!(said.contains(&format!("{when}: {state}\n")), "{when}: {state} is not in\n{said}");
@@ -206,6 +230,9 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         "CPU 0 (QEMU of a)\n",
         "CPU 1 (a)\n",
         "vCPU: CPUs 1 in /unit/tombolo-p-",
+        "a   booting",
+        "a   up",
+        "the VM 'a' has ended, and what it had of the host, such as its CPUs, is not given back yet",
         "-a/vcpus\n",
         "would give the CPUs of /sys/fs/cgroup/unit/tombolo-p-",
         "vm.a.isolate: the cgroup /sys/fs/cgroup/plain/inner lacks the controller cpuset; as root: echo +cpuset >/sys/fs/cgroup/plain/cgroup.subtree_control",

@@ -215,3 +215,21 @@ fn a_switch_is_started_again_though_the_folder_of_sockets_and_logs_has_vanished(
     good(lab.command(&["down"]).current_dir(&old));
     lab.assert_nothing_left();
 }
+
+#[test]
+fn whatever_is_in_the_place_of_the_folder_of_logs_what_runs_is_found_and_stopped() {
+    let place = |lab: &Lab, name: &str| lab.dir.path().join(name);
+    let link = |lab: &Lab| std::os::unix::fs::symlink(place(lab, "moved"), place(lab, "tombolo")).unwrap();
+    let file = |lab: &Lab| std::fs::write(place(lab, "tombolo"), "").unwrap();
+    for put in [&link as &dyn Fn(&Lab), &file] {
+        let (lab, old) = up();
+        std::fs::rename(place(&lab, "tombolo"), place(&lab, "moved")).unwrap();
+        put(&lab);
+        let before = running(&lab, &old);
+        // The lab has the list of stopped VMs in that folder, too.
+        good(lab.command(&["up"]).env("XDG_STATE_HOME", place(&lab, "state")).current_dir(&old));
+        assert_eq!(running(&lab, &old), before);
+        good(lab.command(&["down"]).current_dir(&old));
+        lab.assert_nothing_left();
+    }
+}

@@ -190,6 +190,30 @@ fn a_switch_that_does_not_die_holds_up_no_down() {
 }
 
 #[test]
+fn a_switch_that_is_stopped_ends_with_its_killed_supervisor_and_takes_its_sockets_with_it() {
+    let lab = lab(&format!("[net.lan]\n[vm.a]\n{VM}networks = {{ lan = {{ address = \"none\" }} }}\n"));
+    let next = lab.dir.path().join("next");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next).status().unwrap().success());
+    for upgraded in [false, true] {
+        lab.good(&["up"]);
+        if upgraded {
+            lab.good(&["upgrade", "--program", next.to_str().unwrap()]);
+        }
+        let line = |process: &u32| std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        let mut switch = lab.processes();
+        switch.retain(|process| line(process).starts_with(b"tombolo\0net\0run\0"));
+        assert_eq!(switch.len(), 2, "the switch and its keeper");
+        for process in &switch {
+            signal(*process, "STOP");
+            let stat = format!("/proc/{process}/stat");
+            until("it goes on", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
+        }
+        signal(number(&lab.ps()["supervisor"]), "KILL");
+        lab.assert_nothing_left();
+    }
+}
+
+#[test]
 fn a_down_of_one_vm_waits_for_no_command_about_others_and_not_long_for_one_about_it() {
     let slow =
         "kernel = \"kernel\"\nmemory = \"128M\"\nready = \"console:next words\"\nready_timeout = 6000\n";

@@ -301,16 +301,23 @@ fn a_program_whose_file_has_capabilities_finds_its_supervisor_and_leaves_nothing
 fn a_supervisor_with_capabilities_that_a_command_lacks_is_named_and_not_taken_for_absent() {
     let user = User::new(54_342);
     let with = Some("net_raw");
+    let next = user.lab.dir.path().join("next");
+    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next).status().unwrap().success());
     user.good(with, &["up"]);
-    for arguments in
-        [&["ps"][..], &["ps", "-a"], &["up"], &["down"], &["logs", "-f"], &["exec", "a", "--", "true"]]
-    {
-        let refused = user.run(None, arguments);
-        let words = said(&refused);
-        assert!(
-            !refused.status.success() && words.contains("has capabilities that the command lacks"),
-            "{arguments:?}: {words}"
-        );
+    for upgraded in [false, true] {
+        if upgraded {
+            user.good(with, &["upgrade", "--program", next.to_str().unwrap()]);
+        }
+        for arguments in
+            [&["ps"][..], &["ps", "-a"], &["up"], &["down"], &["logs", "-f"], &["exec", "a", "--", "true"]]
+        {
+            let refused = user.run(None, arguments);
+            let words = said(&refused);
+            assert!(
+                !refused.status.success() && words.contains("has capabilities that the command lacks"),
+                "{arguments:?}, upgraded: {upgraded}: {words}"
+            );
+        }
     }
     assert!(user.good(with, &["ps"]).contains("a   up"));
     user.good(with, &["down"]);

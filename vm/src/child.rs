@@ -359,6 +359,13 @@ impl Handle {
         Handle { pidfd: None }
     }
 
+    /// Returns whether the process has ended, also where nobody has reaped it yet.
+    pub fn has_ended(&self) -> bool {
+        let Some(pidfd) = &self.pidfd else { return true };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&now)).is_ok_and(|n| n > 0)
+    }
+
     /// Kills the process; nothing happens if it is gone.
     pub fn kill(&self) {
         self.signal(Signal::KILL);

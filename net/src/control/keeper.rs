@@ -92,6 +92,9 @@ impl Keeper {
             0 => {
                 // The link hangs up when the switch dies.
                 drop(own);
+                // One that somebody has stopped sees it then.
+                // SAFETY: the call changes an attribute of this process and reads no memory.
+                unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGCONT) };
                 let ended = std::panic::catch_unwind(|| {
                     // SAFETY: a string with its zero.
                     unsafe { libc::prctl(libc::PR_SET_NAME, c"net-keeper".as_ptr()) };

@@ -302,10 +302,11 @@ fn diagnose(file: &File, vm: Option<&str>, json: bool) -> anyhow::Result<ExitCod
 
 /// Stops VMs, without a name everything.
 pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
-    // Not that of a supervisor which has ended since: only its door would name it.
-    let dir = StateDir::own(project)?;
     let all = vms.is_empty();
+    // Whatever has become of the folder for logs, what runs can be stopped.
     let Some(mut peer) = peer::ask(project, &Request::Down { vms: vms.clone() })? else {
+        // Not that of a supervisor which has ended since: only its door would name it.
+        let dir = StateDir::own(project)?;
         // Logs of a supervisor that died; one that is about to end keeps its lock until then.
         if dir.path().exists() {
             let _lock = dir.lock_within(ENDING)?;

@@ -45,11 +45,11 @@ const ESCAPE: u8 = 0x1d;
 /// # Errors
 /// When it can't be started.
 pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> {
-    let dir = StateDir::own(project)?;
     for _ in 0..TRIES {
         if let Some(peer) = peer::ask(project, request)? {
             return Ok(peer);
         }
+        let dir = StateDir::own(project)?;
         if let Some(mut peer) = spawn(project, &dir)? {
             let Err(e) = peer.send(request) else { return Ok(peer) };
             // One that could not begin says why, and hears nothing any more.
@@ -64,7 +64,7 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
     anyhow::bail!(
         "the supervisor of the project '{}' neither lives nor dies; see {}",
         project.name,
-        dir.path().display()
+        StateDir::own(project)?.path().display()
     )
 }
 

@@ -99,7 +99,7 @@ fn logged(dir: &Path, kind: &str) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     let entries = match std::fs::read_dir(dir) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(names),
-        entries => entries?,
+        entries => entries.map_err(|e| state::at(dir, &e))?,
     };
     for entry in entries {
         let path = entry?.path();

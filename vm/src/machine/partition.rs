@@ -31,7 +31,9 @@ const KIND: &str = "cpuset.cpus.partition";
 const FIRST_LINUX: (u32, u32) = (6, 7);
 /// Time for a QEMU that was killed together with its supervisor to end.
 const LETTING_GO: Duration = Duration::from_secs(30);
-/// Time for another process to change the exclusive CPUs of a cgroup. Any user can open that, and lock it.
+/// A file of each cgroup below the root, which only those can open who may end the processes there (mode 0200).
+const OWNERS: &str = "cgroup.kill";
+/// Time for another process to change the exclusive CPUs of a cgroup.
 const LOCK: Duration = Duration::from_secs(20);
 
 /// The kernel's side.
@@ -150,7 +152,7 @@ impl Partition {
         cpus: &CpuSet,
         threads: &[u32],
     ) -> anyhow::Result<Partition> {
-        let _lock = lock(group)?;
+        let _locks = lock(group)?;
         let given = ancestors(group).into_iter().filter_map(|ancestor| {
             let missing = cpus.without(&exclusive(&ancestor));
             (!missing.is_empty()).then_some((ancestor, missing))
@@ -183,7 +185,7 @@ impl Partition {
     }
 
     fn give_back(self, kernel: &mut dyn Cgroups, store: &Store) -> anyhow::Result<()> {
-        let _lock = lock(&self.record.group)?;
+        let _locks = lock(&self.record.group)?;
         undo(kernel, store, &self.record)
     }
 }
@@ -221,7 +223,8 @@ fn reclaim(kernel: &mut dyn Cgroups, store: &Store) -> GivenBack<PathBuf> {
 }
 
 fn reclaim_one(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Result<()> {
-    let _lock = record.group.parent().filter(|parent| parent.is_dir()).map(lock).transpose()?;
+    let is_there = record.group.parent().is_some_and(Path::is_dir);
+    let _locks = is_there.then(|| lock(&record.group)).transpose()?;
     undo(kernel, store, record)?;
     remove(kernel, &record.group)
 }
@@ -282,12 +285,28 @@ fn exclusive(group: &Path) -> CpuSet {
     text.parse().unwrap_or_default()
 }
 
-/// Keeps others from changing the exclusive CPUs of common ancestors meanwhile: the lock of the highest of them.
-fn lock(group: &Path) -> anyhow::Result<File> {
-    let highest = ancestors(group).pop().unwrap_or_else(|| group.to_owned());
-    let file = File::open(&highest).with_context(|| highest.display().to_string())?;
-    lock::take(&file, &highest, LOCK).with_context(|| highest.display().to_string())?;
-    Ok(file)
+/// Keeps others from changing the exclusive CPUs of common ancestors meanwhile: locks of files that other users can't open, of all ancestors whose file this
+/// user can open, the highest first. Where that is none, it is the lock of the highest cgroup, which any user can take. The VM's cgroup need not be there.
+fn lock(group: &Path) -> anyhow::Result<Vec<File>> {
+    let take = |file: File, path: &Path| lock::take(&file, path, LOCK).map(|()| file);
+    let above = ancestors(group);
+    let mut locks = Vec::new();
+    for path in above.iter().rev().map(|ancestor| ancestor.join(OWNERS)) {
+        let opened = match File::options().write(true).open(&path) {
+            Err(e) if matches!(e.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::NotFound) => {
+                continue;
+            }
+            other => other,
+        };
+        let taken = opened.and_then(|file| take(file, &path));
+        locks.push(taken.with_context(|| path.display().to_string())?);
+    }
+    if locks.is_empty() {
+        let highest = above.last().map(PathBuf::as_path).or(group.parent()).unwrap_or(group);
+        let taken = File::open(highest).and_then(|file| take(file, highest));
+        locks.push(taken.with_context(|| highest.display().to_string())?);
+    }
+    Ok(locks)
 }
 
 /// Makes the partition, from the highest cgroup down.

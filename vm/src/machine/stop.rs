@@ -76,17 +76,24 @@ impl Machine {
         if told && self.wait_end(quit()) {
             return Ok(());
         }
-        if !self.has_ended() {
+        if !self.process.has_ended() {
             report(Stage::Stopping, "QEMU does not quit and is killed");
         }
         self.process.kill();
+        if self.wait_end(KILL) {
+            return Ok(());
+        }
         anyhow::ensure!(
-            self.wait_end(KILL),
+            !self.process.has_ended(),
+            "the VM '{}' has ended, and what it had of the host, such as its CPUs, is not given back yet: another process may be at it; 'tombolo down' \
+             again ends the rest",
+            self.name
+        );
+        anyhow::bail!(
             "process {} of the VM '{}' does not die, though it was killed; see /proc/{0}/stack",
             self.pid,
             self.name
         );
-        Ok(())
     }
 
     /// Asks the guest to switch itself off, its agent once, then its power button; whether it did.

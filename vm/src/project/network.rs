@@ -3,7 +3,8 @@
 //! to it by sockets in the project's folder, to which QEMU connects again by itself; what is asked of it while it runs goes
 //! over its control socket, a line of JSON each way.
 //!
-//! The switch is told to end (rather than killed) when the supervisor dies, so that it takes its sockets with it.
+//! The switch is told to end (rather than killed) when the supervisor dies, so that it takes its sockets with it. One that somebody has stopped is
+//! continued for that.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -20,7 +21,9 @@ use serde_json::Value;
 use tombolo_control::net::config::UplinkConfig;
 use tombolo_control::net::{Answer, Done, Ports, Request};
 use tombolo_control::socket;
+use tombolo_zone::keep::{Keep, Kept};
 
+use crate::child::leash::Leash;
 use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
 use crate::compose::ports::{self, Forward};
@@ -61,6 +64,8 @@ pub struct NetworkState {
     #[serde(default)]
     uplinks: Uplinks,
     switch: KeeperState,
+    #[serde(default)]
+    leash: Option<Kept>,
 }
 
 /// VMs' own uplinks, each with the ports of the host that it forwards.
@@ -83,12 +88,15 @@ struct Switch {
     dir: PathBuf,
     ports: Mutex<BTreeMap<String, (Port, Lease)>>,
     uplinks: Mutex<Uplinks>,
+    /// The leash of its process; `None`: there is none, or a program without leashes has started it.
+    leash: Mutex<Option<Leash>>,
 }
 
 impl Network {
     /// Returns the state for the next program. The caller has closed `BACKGROUND`.
-    pub fn hand_over(&self) -> NetworkState {
+    pub fn hand_over(&self, keep: &mut Keep) -> NetworkState {
         let switch = &self.switch;
+        let leash = switch.leash.lock().unwrap_or_else(PoisonError::into_inner);
         NetworkState {
             name: switch.name.clone(),
             spec: switch.spec.clone(),
@@ -96,6 +104,7 @@ impl Network {
             ports: switch.ports().clone(),
             uplinks: switch.uplinks().clone(),
             switch: self.keeper.hand_over(),
+            leash: leash.as_ref().map(|leash| keep.add(leash)),
         }
     }
 
@@ -104,9 +113,10 @@ impl Network {
     /// # Errors
     /// When there is no thread for it.
     pub fn take_over(left: NetworkState, losses: &mut Losses) -> anyhow::Result<Network> {
-        let NetworkState { name, spec, dir, ports, uplinks, switch: kept } = left;
+        let NetworkState { name, spec, dir, ports, uplinks, switch: kept, leash } = left;
         let (ports, uplinks) = (Mutex::new(ports), Mutex::new(uplinks));
-        let switch = Arc::new(Switch { name, spec, dir, ports, uplinks });
+        let leash = Mutex::new(leash.and_then(|kept| kept.take().ok()).map(Leash::resume));
+        let switch = Arc::new(Switch { name, spec, dir, ports, uplinks, leash });
         let keeper = Keeper::take_over(switch.names(), switch.clone(), kept, losses)?;
         Ok(Network { switch, keeper })
     }
@@ -230,8 +240,9 @@ impl Part for Network {
     /// The switch's own words where it can't have its uplink or a port.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let (ports, uplinks) = (Mutex::default(), Mutex::default());
-        let switch = Arc::new(Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports, uplinks });
+        let (ports, uplinks, leash) = (Mutex::default(), Mutex::default(), Mutex::default());
+        let switch = Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports, uplinks, leash };
+        let switch = Arc::new(switch);
         switch.plan(project, &BTreeSet::new())?;
         switch.write_config()?;
         let keeper = Keeper::start(switch.names(), switch.clone())?;
@@ -399,7 +410,10 @@ impl Service for Switch {
         command.args(["net", "run", "--config"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         child::tie_own(&mut command, Signal::TERM, &[]);
-        Ok((Guarded::spawn(command)?, ()))
+        let leash = Leash::to_wake(&mut command)?;
+        let process = Guarded::spawn(command)?;
+        *self.leash.lock().unwrap_or_else(PoisonError::into_inner) = Some(leash);
+        Ok((process, ()))
     }
 
     fn begin(&self, (): ()) -> anyhow::Result<()> {

@@ -165,7 +165,9 @@ pub fn supervisor(file: &Path) -> io::Result<Option<Found>> {
     let wanted = Identity::of(file);
     let found = doors_of(&wanted, file)?;
     if found.is_empty() {
-        if let Some(hidden) = hidden()?.into_iter().find(|hidden| hidden.file.as_deref() == Some(file)) {
+        let folders = folders_of(&wanted);
+        if let Some(hidden) = hidden()?.into_iter().find(|hidden| hidden.is_of(file, &folders)) {
+            let hidden = Hidden { file: Some(file.to_owned()), ..hidden };
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, hidden.to_string()));
         }
     }
@@ -173,6 +175,29 @@ pub fn supervisor(file: &Path) -> io::Result<Option<Found>> {
         Identity::of_door(door.name()).is_some_and(|identity| identity.has_folder_of(&wanted))
     });
     Ok(found.into_iter().nth(same_folder.unwrap_or_default()))
+}
+
+/// The folders for logs that this project can have in this environment; its name is not known.
+fn folders_of(wanted: &Identity) -> Vec<PathBuf> {
+    let end = format!("-{:08x}", folder_number(wanted));
+    let entries = base().ok().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
+    let is_its = |name: &OsStr| name.as_bytes().ends_with(end.as_bytes());
+    entries.filter(|entry| is_its(&entry.file_name())).map(|entry| entry.path()).collect()
+}
+
+/// The number in the name of a project's folder for logs.
+fn folder_number(identity: &Identity) -> u64 {
+    identity.number() & 0xffff_ffff
+}
+
+/// Returns whether a process has locked the file with this inode number by flock(2) (proc_locks(5)).
+fn has_locked(process: u32, inode: u64) -> bool {
+    let (process, inode) = (process.to_string(), format!(":{inode}"));
+    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    locks.lines().any(|line| {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        matches!(words[..], [_, "FLOCK", _, _, by, file, ..] if by == process && file.ends_with(&inode))
+    })
 }
 
 /// The doors of supervisors of this project.
@@ -223,6 +248,15 @@ impl Hidden {
         }
         let file = words.skip_while(|word| *word != b"--file").nth(1);
         Some(Hidden { process, file: file.map(|file| OsStr::from_bytes(file).into()) })
+    }
+
+    /// Returns whether it is the supervisor of this compose file, whose folders for logs these are: one that was upgraded is known by the lock of such a
+    /// folder.
+    fn is_of(&self, file: &Path, folders: &[PathBuf]) -> bool {
+        let has_lock = |folder: &PathBuf| {
+            folder.join("lock").metadata().is_ok_and(|lock| has_locked(self.process, lock.ino()))
+        };
+        self.file.as_ref().map_or_else(|| folders.iter().any(has_lock), |own| own == file)
     }
 }
 
@@ -306,7 +340,7 @@ impl StateDir {
     /// # Errors
     /// See [`base`].
     pub fn own(project: &Project) -> anyhow::Result<StateDir> {
-        let number = Identity::of(&project.file).number() & 0xffff_ffff;
+        let number = folder_number(&Identity::of(&project.file));
         Ok(StateDir { path: base()?.join(format!("{}-{number:08x}", project.name)) })
     }
 

@@ -52,6 +52,7 @@ impl Tree {
             fs::write(folder.join("cgroup.type"), "domain").unwrap();
             fs::write(folder.join("cgroup.subtree_control"), "+cpuset").unwrap();
             fs::write(folder.join(EXCLUSIVE), cpus).unwrap();
+            fs::write(folder.join(OWNERS), "").unwrap();
         }
         tree
     }
@@ -123,6 +124,15 @@ fn a_partition_has_its_cpus_and_threads_and_gives_all_of_it_back() {
         assert_eq!(after.remove(&tree.group().join("cgroup.threads")).as_deref(), Some("71"));
         assert_eq!(after, before);
     }
+}
+
+#[test]
+fn whoever_can_only_look_at_a_cgroup_keeps_nobody_from_its_cpus() {
+    let tree = Tree::new("4");
+    let folder = File::open(tree.unit()).unwrap();
+    lock::take(&folder, &tree.unit(), Duration::ZERO).unwrap();
+    let made = tree.make(&mut Fake::default(), &living()).unwrap();
+    made.give_back(&mut Fake::default(), &tree.store()).unwrap();
 }
 
 #[test]

@@ -226,7 +226,7 @@ impl Supervisor {
             accelerators.insert(name.clone(), state);
             doorbells.extend(paused);
         }
-        let networks = inner.networks.iter().map(|(name, net)| (name.clone(), net.hand_over())).collect();
+        let networks = inner.networks.iter().map(|(name, net)| (name.clone(), net.hand_over(keep))).collect();
         let head = Head { format: FORMAT, version: crate::VERSION.to_owned(), program: own.keep(keep) };
         let state = State {
             head,
