@@ -223,17 +223,18 @@ const NETWORK_PEERS: &str =
 
 /// The buses and slots of devices that can be passed through, with the root ports that make them: the first card's, the disk's and the pair's.
 ///
-/// Beside AMD-Vi they are on the root bus itself. QEMU's knows a device by the number that its bus has before the firmware gives numbers: behind a bridge that
-/// is 0, so such a device would be translated like the host bridge.
+/// Beside AMD-Vi the first two are on the root bus itself. QEMU's knows a device by the number that its bus has before the firmware gives numbers: behind a
+/// bridge that is 0, so such a device would be translated like the host bridge. The pair is behind one, since on the root bus its functions are two groups.
 fn slots(list: &mut List, iommu: Iommu) -> [String; 3] {
+    list.pair("-device", "pcie-root-port,id=rp3,chassis=4,bus=pcie.0,addr=12.0");
+    let pair = "bus=rp3,addr=0".to_owned();
     if iommu == Iommu::Amd {
-        return [10, 11, 12].map(|slot| format!("bus=pcie.0,addr={slot}"));
+        return ["bus=pcie.0,addr=10".to_owned(), "bus=pcie.0,addr=11".to_owned(), pair];
     }
     list.pair("-device", "pcie-root-port,id=rp0,chassis=1,bus=pcie.0,addr=10.0");
     list.pair("-device", "pxb-pcie,id=pxb1,bus_nr=128,numa_node=1,bus=pcie.0,addr=11.0");
     list.pair("-device", "pcie-root-port,id=rp1,bus=pxb1,chassis=2");
-    list.pair("-device", "pcie-root-port,id=rp3,chassis=4,bus=pcie.0,addr=12.0");
-    [0, 1, 3].map(|port| format!("bus=rp{port},addr=0"))
+    ["bus=rp0,addr=0".to_owned(), "bus=rp1,addr=0".to_owned(), pair]
 }
 
 fn devices(list: &mut List, qemu: &Qemu, iommu: Iommu, folder: &Path) {
@@ -299,10 +300,7 @@ mod tests {
     #[test]
     fn amds_iommu_translates_and_has_its_devices_on_the_root_bus() {
         let amd = line((10, 0, 2), &Config { iommu: Iommu::Amd, ..Config::default() });
-        assert!(
-            amd.contains("serial=tombolo-pass,bus=pcie.0,addr=11.0") && !amd.contains("root-port"),
-            "{amd}"
-        );
+        assert!(amd.contains("serial=tombolo-pass,bus=pcie.0,addr=11.0"), "{amd}");
         assert!(amd.contains("amd-iommu,intremap=off,pt=off"), "{amd}");
         let intel = line((10, 0, 2), &Config::default());
         assert!(intel.contains("serial=tombolo-pass,bus=rp1,addr=0.0"), "{intel}");
