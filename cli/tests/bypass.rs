@@ -12,6 +12,8 @@ mod common;
 
 /// The lab's NVMe disk, and the driver that the host has for it.
 const DISK: &str = "0000:81:00.0";
+/// The disk beside AMD's IOMMU.
+const DISK_OF_AMD: &str = "0000:00:11.0";
 /// Deaths under load, unless TOMBOLO_KILLS says how many: of six, four are QEMU's, one the supervisor's, one the guest's.
 const DEATHS: u64 = 6;
 /// Seconds of load that is verified, unless TOMBOLO_SECONDS says how many.
@@ -114,6 +116,10 @@ impl Bench {
 
     /// On a lab with more options.
     fn on(options: &[&str], memory_mib: u64, more: &str) -> Bench {
+        let (address, event, disk) = match options {
+            ["--iommu", "amd"] => (DISK_OF_AMD, "trace:amdvi_translation_result", "devid: 00:11.0 "),
+            _ => (DISK, "trace:vtd_dmar_translate", "dev 81:00.00"),
+        };
         // Other pages are guarded, or another VM's.
         let pages = (memory_mib / 2 + 384).to_string();
         let (lab, modules) = host(&[options, &["--huge-pages", &pages]].concat());
@@ -124,8 +130,8 @@ impl Bench {
                  ready_timeout = 600\ndevices = [{device}]\n{more}\n"
             )
         };
-        let bypassed = format!("{{ address = \"{DISK}\", bypass = true }}");
-        let file = vm("plain", &format!("\"{DISK}\""), "")
+        let bypassed = format!("{{ address = \"{address}\", bypass = true }}");
+        let file = vm("plain", &format!("\"{address}\""), "")
             + &vm("fast", &bypassed, &format!("trust = true\n{more}"));
         lab.good(&format!("cat >tombolo.toml <<'END'\n{file}END"));
         lab.good("mkdir ../untrusted; grep -v trust tombolo.toml >../untrusted/tombolo.toml");
@@ -138,13 +144,9 @@ impl Bench {
             let refused = lab.run(line);
             let error = String::from_utf8_lossy(&refused.stderr).into_owned();
             assert!(!refused.status.success() && error.contains(said), "{line}: {error}");
-            assert_eq!(lab.driver(DISK), "nvme");
+            assert_eq!(lab.driver(address), "nvme");
         }
         load_module(&lab, &modules);
-        let (event, disk) = match options {
-            ["--iommu", "amd"] => ("trace:amdvi_translation_result", "devid: 81:00.0 "),
-            _ => ("trace:vtd_dmar_translate", "dev 81:00.00"),
-        };
         let trace = trace(&lab, event);
         Bench { lab, trace, disk }
     }
@@ -233,8 +235,13 @@ impl Bench {
 
 /// Says that nothing but what is expected came from the kernel, and gives the module back.
 fn end(lab: &Lab) {
+    end_with(lab, DISK);
+}
+
+/// The same where the disk is elsewhere.
+fn end_with(lab: &Lab, disk: &str) {
     lab.good("test ! -e tombolo.toml || tombolo down");
-    assert_eq!(lab.driver(DISK), "nvme");
+    assert_eq!(lab.driver(disk), "nvme");
     lab.good("rmmod tombolo_bypass_host");
     let said = lab.good("dmesg");
     assert!(!said.contains("WARNING:") && !said.contains("BUG:"), "{said}");
@@ -273,7 +280,7 @@ fn amds_iommu_leaves_a_disk_untranslated_too() {
     assert_eq!(bench.write_and_read("fast"), 0);
     bench.read_on();
     bench.die(0);
-    end(lab);
+    end_with(lab, DISK_OF_AMD);
 }
 
 /// Has fio write to the disk and verify it: a region for each job, from buffers in memory of the VM or, with `buffer`, in a file that is mapped.
@@ -527,7 +534,9 @@ fn a_bypassed_disk_writes_nowhere_but_to_its_vm_whoever_dies() {
         println!("death {turn} after {dead:.0?}: {}; {}", own.trim(), others.trim());
         // The supervisor has given the disk back; where it died, the next command does.
         if turn % 6 == 2 {
-            lab.good("tombolo down");
+            let said = lab.good("tombolo down 2>&1");
+            let given = said.contains(&format!("{DISK} given back"));
+            assert!(given, "{said}{}", lab.good("dmesg | tail -n 20"));
         }
         lab.good(&format!(
             "timeout 120 sh -c 'until [ \"$(basename $(readlink /sys/bus/pci/devices/{DISK}/driver))\" = nvme ]; do sleep 0.1; done'"

@@ -158,8 +158,8 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
             list.pair("-device", "intel-iommu,intremap=on,eim=on");
         }
         Iommu::Intel => list.pair("-device", "intel-iommu,intremap=on"),
-        // With remapped interrupts the kernel finds no timer behind QEMU 10's AMD-Vi.
-        Iommu::Amd => list.pair("-device", "amd-iommu,intremap=off"),
+        // With remapped interrupts the kernel finds no timer behind QEMU 10's AMD-Vi. With `pt` it translates nothing, whatever the kernel asks for.
+        Iommu::Amd => list.pair("-device", "amd-iommu,intremap=off,pt=off"),
         Iommu::None => {}
     }
     let share = |tag: &str, path: &Path, read_only: bool| {
@@ -177,7 +177,7 @@ fn arguments(qemu: &Qemu, config: &Config, files: &Files<'_>) -> Vec<String> {
         list.pair("-chardev", &format!("socket,id=port{port},path={},server=on,wait=off", path.display()));
         list.pair("-device", &format!("virtserialport,chardev=port{port},name={PORT_PREFIX}{port}"));
     }
-    devices(&mut list, qemu, files.folder);
+    devices(&mut list, qemu, config.iommu, files.folder);
     list.pair("-kernel", &files.kernel.image.display().to_string());
     list.pair("-initrd", &files.initramfs.display().to_string());
     let iommu = if config.iommu == Iommu::Intel { "intel_iommu=on " } else { "" };
@@ -221,7 +221,23 @@ fn nodes(list: &mut List, cpus: u32, memory_mib: u64) {
 const NETWORK_PEERS: &str =
     ",guestfwd=tcp:10.0.2.100:7-cmd:sha256sum,guestfwd=tcp:10.0.2.100:19-cmd:seq 1000000";
 
-fn devices(list: &mut List, qemu: &Qemu, folder: &Path) {
+/// The buses and slots of devices that can be passed through, with the root ports that make them: the first card's, the disk's and the pair's.
+///
+/// Beside AMD-Vi the first two are on the root bus itself. QEMU's knows a device by the number that its bus has before the firmware gives numbers: behind a
+/// bridge that is 0, so such a device would be translated like the host bridge. The pair is behind one, since on the root bus its functions are two groups.
+fn slots(list: &mut List, iommu: Iommu) -> [String; 3] {
+    list.pair("-device", "pcie-root-port,id=rp3,chassis=4,bus=pcie.0,addr=12.0");
+    let pair = "bus=rp3,addr=0".to_owned();
+    if iommu == Iommu::Amd {
+        return ["bus=pcie.0,addr=10".to_owned(), "bus=pcie.0,addr=11".to_owned(), pair];
+    }
+    list.pair("-device", "pcie-root-port,id=rp0,chassis=1,bus=pcie.0,addr=10.0");
+    list.pair("-device", "pxb-pcie,id=pxb1,bus_nr=128,numa_node=1,bus=pcie.0,addr=11.0");
+    list.pair("-device", "pcie-root-port,id=rp1,bus=pxb1,chassis=2");
+    ["bus=rp0,addr=0".to_owned(), "bus=rp1,addr=0".to_owned(), pair]
+}
+
+fn devices(list: &mut List, qemu: &Qemu, iommu: Iommu, folder: &Path) {
     for net in 0..3 {
         let peers = if net == 0 { NETWORK_PEERS } else { "" };
         list.pair("-netdev", &format!("user,id=net{net},restrict=on{peers}"));
@@ -232,16 +248,14 @@ fn devices(list: &mut List, qemu: &Qemu, folder: &Path) {
             &format!("file={},if=none,id=disk{number},format=raw,cache=unsafe", path.display()),
         );
     }
-    list.pair("-device", "pcie-root-port,id=rp0,chassis=1,bus=pcie.0,addr=10.0");
-    list.pair("-device", "e1000e,netdev=net0,bus=rp0,romfile=");
-    list.pair("-device", "pxb-pcie,id=pxb1,bus_nr=128,numa_node=1,bus=pcie.0,addr=11.0");
-    list.pair("-device", "pcie-root-port,id=rp1,bus=pxb1,chassis=2");
-    list.pair("-device", "nvme,drive=disk0,serial=tombolo-pass,bus=rp1");
+    let [card, disk, pair] = slots(list, iommu);
+    list.pair("-device", &format!("e1000e,netdev=net0,{card}.0,romfile="));
+    list.pair("-device", &format!("nvme,drive=disk0,serial=tombolo-pass,{disk}.0"));
     // Two functions of one endpoint, and no ACS between them: one group.
-    list.pair("-device", "pcie-root-port,id=rp3,chassis=4,bus=pcie.0,addr=12.0");
-    list.pair("-device", "e1000e,netdev=net1,bus=rp3,addr=00.0,multifunction=on,romfile=");
-    list.pair("-device", "e1000e,netdev=net2,bus=rp3,addr=00.1,romfile=");
-    if qemu.has_igb() {
+    list.pair("-device", &format!("e1000e,netdev=net1,{pair}.0,multifunction=on,romfile="));
+    list.pair("-device", &format!("e1000e,netdev=net2,{pair}.1,romfile="));
+    // Its virtual functions have no room in these slots of the root bus.
+    if qemu.has_igb() && iommu != Iommu::Amd {
         list.pair("-netdev", &format!("user,id=net3,restrict=on{NETWORK_PEERS}"));
         list.pair("-device", "pcie-root-port,id=rp2,chassis=3,bus=pcie.0,addr=13.0");
         list.pair("-device", "igb,netdev=net3,bus=rp2,romfile=");
@@ -279,7 +293,17 @@ mod tests {
     #[test]
     fn igb_is_asked_for_only_where_qemu_has_it() {
         assert!(!line((7, 2, 22), &Config::default()).contains("igb"));
+        assert!(!line((10, 0, 2), &Config { iommu: Iommu::Amd, ..Config::default() }).contains("igb"));
         assert!(line((10, 0, 2), &Config::default()).contains("igb"));
+    }
+
+    #[test]
+    fn amds_iommu_translates_and_has_its_devices_on_the_root_bus() {
+        let amd = line((10, 0, 2), &Config { iommu: Iommu::Amd, ..Config::default() });
+        assert!(amd.contains("serial=tombolo-pass,bus=pcie.0,addr=11.0"), "{amd}");
+        assert!(amd.contains("amd-iommu,intremap=off,pt=off"), "{amd}");
+        let intel = line((10, 0, 2), &Config::default());
+        assert!(intel.contains("serial=tombolo-pass,bus=rp1,addr=0.0"), "{intel}");
     }
 
     #[test]
