@@ -205,8 +205,6 @@ fn a_switch_that_is_stopped_ends_with_its_killed_supervisor_and_takes_its_socket
         assert_eq!(switch.len(), 2, "the switch and its keeper");
         for process in &switch {
             signal(*process, "STOP");
-            let stat = format!("/proc/{process}/stat");
-            until("it goes on", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
         }
         signal(number(&lab.ps()["supervisor"]), "KILL");
         lab.assert_nothing_left();

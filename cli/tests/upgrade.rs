@@ -299,10 +299,13 @@ fn an_upgrade_waits_for_commands_in_guests_and_gives_up_where_they_go_on() {
     lab.good(&["up"]);
     let next = next(&lab, "next");
     let mut exec = lab.command(&["exec", "a", "--", "sleep"]).stderr(Stdio::null()).spawn().unwrap();
-    until("the command does not begin", || {
-        let busy = lab.run(&["upgrade", "--wait", "0", "--program", next.to_str().unwrap()]);
-        said(&busy).contains("is busy, so it runs on as it did; to be ended first: exec a -- sleep")
-    });
+    until("the command does not begin", || !std::fs::read(&busy).unwrap().is_empty());
+    let refused = lab.run(&["upgrade", "--wait", "0", "--program", next.to_str().unwrap()]);
+    let words = said(&refused);
+    assert!(
+        words.contains("is busy, so it runs on as it did; to be ended first: exec a -- sleep"),
+        "{words}"
+    );
     let mut waiting = lab.command(&["upgrade", "--wait", "600", "--program", next.to_str().unwrap()]);
     let mut waiting = waiting.stderr(Stdio::piped()).spawn().unwrap();
     line_with(

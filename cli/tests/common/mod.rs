@@ -99,10 +99,16 @@ impl Drop for Lab {
     }
 }
 
-/// Sends a signal.
+/// Sends a signal. A process that is to stop has stopped then: it does so when it has a processor next.
 pub fn signal(pid: u32, name: &str) {
     let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
     assert!(status.success());
+    let start = Instant::now();
+    let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    while name == "STOP" && !stat().rsplit(')').next().unwrap().starts_with(" T ") {
+        assert!(start.elapsed() < TIMEOUT, "process {pid} does not stop");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// That `up` failed because its guest has not the module, and said what to do.

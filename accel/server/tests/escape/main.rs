@@ -137,7 +137,7 @@ fn neither_a_worker_nor_what_it_starts_is_dumped_however_the_host_takes_dumps() 
     for user in users() {
         let server = Server::start(*user, "dumps", &[]);
         let hostile = Hostile::start(&server, "linger", "lingers");
-        let worker = server.tenants()[0].pid;
+        let worker = server.worker();
         let started = children(worker).first().expect("it lingers").0;
         // With a limit of 1 the kernel writes no dump and starts no program for one; with 0 it starts the program.
         for pid in [worker, started] {
@@ -155,7 +155,7 @@ fn memory_that_a_worker_keeps_from_being_taken_back_is_limited_also_where_its_se
         let client = server.client();
         ping(&client);
         let of_server = limits_of(server.child.id(), "Max locked memory")[1].parse().unwrap_or(u64::MAX);
-        let of_worker = limits_of(server.tenants()[0].pid, "Max locked memory");
+        let of_worker = limits_of(server.worker(), "Max locked memory");
         assert_eq!(of_worker, [(); 2].map(|()| LOCKED.min(of_server).to_string()), "{user:?}");
         server.end();
     }
@@ -209,7 +209,7 @@ fn a_worker_has_no_capability_and_a_server_only_those_that_it_uses() {
         let server = Server::start(*user, "capabilities", &[]);
         let client = server.client();
         ping(&client);
-        let worker = server.tenants()[0].pid;
+        let worker = server.worker();
         let status = std::fs::read_to_string(format!("/proc/{worker}/status")).expect("it lives");
         assert!(status.contains("NoNewPrivs:\t1") && status.contains("Seccomp:\t2"), "{status}");
         let adjusted = std::fs::read_to_string(format!("/proc/{worker}/oom_score_adj")).expect("it lives");
@@ -240,7 +240,7 @@ fn workers_and_what_they_started_end_with_their_server_however_it_ends() {
     for user in users() {
         let server = Server::start(*user, "killed", &[]);
         let hostile = Hostile::start(&server, "linger", "lingers");
-        let worker = server.tenants()[0].pid;
+        let worker = server.worker();
         let started: Vec<u32> = children(worker).into_iter().map(|(pid, _)| pid).collect();
         assert!(lives(worker) && started.len() == 1 && lives(started[0]), "{started:?}");
         server.end();
@@ -316,7 +316,7 @@ fn a_worker_that_does_not_end_with_its_client_is_ended() {
     for user in users() {
         let server = Server::start(*user, "deaf", &[]);
         let hostile = Hostile::start(&server, "deaf", "deaf");
-        let worker = server.tenants()[0].pid;
+        let worker = server.worker();
         assert!(hostile.end().success());
         wait_until("the worker is ended", || server.tenants().is_empty());
         assert!(!lives(worker));
@@ -333,7 +333,7 @@ fn a_worker_that_never_stops_talking_is_ended_with_its_client_and_sends_no_termi
         // SAFETY: integers only.
         assert!(unsafe { libc::fcntl(said.as_raw_fd(), libc::F_SETPIPE_SZ, 1 << 20) } > 0);
         let hostile = Hostile::start(&server, "chatter", "chatter");
-        let worker = server.tenants()[0].pid;
+        let worker = server.worker();
         let (mut log, mut bytes) = (String::new(), [0; 4096]);
         while !log.contains("says too much") {
             let n = said.read(&mut bytes).expect("a log");
@@ -495,7 +495,7 @@ fn a_client_reads_nothing_of_the_servers_environment_and_descriptors() {
         let server = Server::start(*user, "environment", &[]);
         let client = server.client();
         ping(&client);
-        let worker = server.tenants()[0].pid;
+        let worker = server.worker();
         let environment = std::fs::read(format!("/proc/{worker}/environ"));
         // A process that isn't dumpable shows it to root alone.
         if is_root() {

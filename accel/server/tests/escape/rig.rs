@@ -171,6 +171,12 @@ impl Server {
         servers.remove(0).tenants
     }
 
+    /// The worker of the first client, which may be served before it is listed.
+    pub fn worker(&self) -> u32 {
+        wait_until("a client is listed", || !self.tenants().is_empty());
+        self.tenants()[0].pid
+    }
+
     pub fn tenant(&self, name: &str) -> Option<Status> {
         self.tenants().into_iter().find(|t| t.name.starts_with(name))
     }
