@@ -796,6 +796,69 @@ fn chattr_makes_files_and_folders_of_a_mount_immutable_and_append_only() {
 
 /// As local file systems refuse them, and the kernel of a guest.
 #[test]
+fn sendfile_sends_what_another_mount_had_written_at_the_last_stat() {
+    let rig = Rig::new();
+    let (mine, other) = both(&rig, "file");
+    let sent = || {
+        let mut to = tempfile::tempfile().expect("a file");
+        let mut offset = 0;
+        // SAFETY: open files and a place for the offset.
+        let len = unsafe { libc::sendfile(to.as_raw_fd(), mine.as_raw_fd(), &mut offset, 100) };
+        assert!(len >= 0, "{}", std::io::Error::last_os_error());
+        let mut data = Vec::new();
+        to.rewind().and_then(|()| to.read_to_end(&mut data)).expect("the copy");
+        data
+    };
+    // The same size, a larger and a smaller one.
+    for data in [&b"the first"[..], b"the other", b"one that is longer", b"shorter"] {
+        other.set_len(data.len() as u64).and_then(|()| other.write_all_at(data, 0)).expect("the file");
+        assert_eq!(mine.metadata().expect("attributes").len(), data.len() as u64);
+        assert_eq!(sent(), data);
+    }
+}
+
+/// Writes `data` by one request of the kernel's asynchronous I/O, as `io_submit(2)` does it.
+fn write_asynchronously(file: &fs::File, data: &[u8]) -> i64 {
+    let mut context: libc::c_ulong = 0;
+    // struct iocb: key and flags 0, a pwrite by priority 0 to the descriptor, the buffer, its length, offset 0.
+    const PWRITE: u64 = 1;
+    let (fd, buffer) = (file.as_raw_fd() as u64, data.as_ptr() as u64);
+    let mut request = [0u64, 0, PWRITE | fd << 32, buffer, data.len() as u64, 0, 0, 0];
+    let requests = [request.as_mut_ptr()];
+    let mut event = [0i64; 4];
+    // SAFETY: the arguments are as the calls want them; the buffers outlive the request, whose end is waited for.
+    unsafe {
+        assert_eq!(libc::syscall(libc::SYS_io_setup, 1, &mut context), 0);
+        assert_eq!(libc::syscall(libc::SYS_io_submit, context, 1, requests.as_ptr()), 1);
+        let none = std::ptr::null_mut::<libc::timespec>();
+        assert_eq!(libc::syscall(libc::SYS_io_getevents, context, 1, 1, event.as_mut_ptr(), none), 1);
+        assert_eq!(libc::syscall(libc::SYS_io_destroy, context), 0);
+    }
+    event[2]
+}
+
+#[test]
+fn one_large_asynchronous_append_is_in_the_file_in_its_order() {
+    let rig = Rig::new();
+    let data: Vec<u8> = (0..2u32 << 20).flat_map(u32::to_ne_bytes).collect();
+    // The kernel begins pages of a direct write at pages of the buffer.
+    let start = data.as_ptr().align_offset(4096);
+    let data = &data[start..start + (7 << 20)];
+    for (name, flags) in [("buffered", 0), ("direct", libc::O_DIRECT)] {
+        for round in 0..8 {
+            let name = format!("a/{name}-{round}");
+            let mut open = fs::File::options();
+            let file = open.append(true).create_new(true).custom_flags(flags).open(rig.at(&name));
+            let file = file.expect("a new file");
+            assert_eq!(write_asynchronously(&file, data), data.len() as i64);
+            let found = fs::read(rig.at(&name)).expect("the file");
+            fs::remove_file(rig.at(&name)).expect("the file");
+            assert!(found == data, "{name}: {} bytes in another order", found.len());
+        }
+    }
+}
+
+#[test]
 fn names_of_attributes_that_no_other_member_could_use_are_refused() {
     let alone = Alone::new();
     alone.mount(&[]);

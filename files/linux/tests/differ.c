@@ -4,7 +4,8 @@
  * program can see: `differ DIR[,DIR] DIR SEED CALLS [WITHOUT...]`. Ends with 1 at the first difference and says which call it was. Run as root: each call is
  * some user's. DIR,DIR: one directory as two members mount it, of which each call takes either. WITHOUT: what one of the file systems lacks or does in its
  * own way: zero (fallocate with FALLOC_FL_ZERO_RANGE), flags (chattr), acl, xattr, atime, whiteout, chown (of neither owner nor group), sgid (on what its
- * group may not execute).
+ * group may not execute), size (of a file that another member changed: RWF_APPEND and copy_file_range go by the size that the kernel saw last, so an fstat comes
+ * before them).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -31,8 +32,8 @@
 #define FILES 10
 #define MAX_SIZE 300000
 
-enum { ZERO, FLAGS, ACL, XATTR, ATIME, WHITEOUT, CHOWN, SGID, FEATURES };
-static const char *const features[FEATURES] = {"zero", "flags", "acl", "xattr", "atime", "whiteout", "chown", "sgid"};
+enum { ZERO, FLAGS, ACL, XATTR, ATIME, WHITEOUT, CHOWN, SGID, SIZE, FEATURES };
+static const char *const features[FEATURES] = {"zero", "flags", "acl", "xattr", "atime", "whiteout", "chown", "sgid", "size"};
 static int without[FEATURES];
 
 static const char *top[2]; /* the mounts that the present call uses */
@@ -190,6 +191,15 @@ static off_t some_offset(void)
 	if (below(2))
 		return (off_t)below(MAX_SIZE);
 	return sizes[below(12)];
+}
+
+/* Has the kernel see the size of this open file. */
+static void see_size(unsigned k)
+{
+	struct stat st;
+
+	if (without[SIZE])
+		BOTH fstat(fds[s][k], &st);
 }
 
 static const mode_t modes[] = {0644, 0600, 0666, 0755, 0777, 0, 04755, 02755, 02644, 06777, 01777, 0444, 0222, 0555, 0700, 07777};
@@ -622,6 +632,7 @@ static void one(void)
 		fill(len);
 		flags = (int)below(4);
 		say("pwrite%d(%u, %u, %ld)", flags, k, len, (long)at);
+		see_size(k);
 		BOTH {
 			struct iovec v[3] = {{data, len / 3}, {data + len / 3, 0}, {data + len / 3, len - len / 3}};
 
@@ -686,6 +697,7 @@ static void one(void)
 		if (to + len > MAX_SIZE)
 			len = (unsigned)(MAX_SIZE - to);
 		say("copy_file_range(%u, %ld, %u, %ld, %u)", k, (long)at, j, (long)to, len);
+		see_size(k);
 		BOTH {
 			loff_t from = at, into = to;
 

@@ -68,7 +68,7 @@ pub mod init {
     pub const BIG_WRITES: u64 = 1 << 5;
     pub const DONT_MASK: u64 = 1 << 6;
     pub const FLOCK_LOCKS: u64 = 1 << 10;
-    pub const ASYNC_DIO: u64 = 1 << 15;
+    pub const AUTO_INVAL_DATA: u64 = 1 << 12;
     pub const PARALLEL_DIROPS: u64 = 1 << 18;
     pub const POSIX_ACL: u64 = 1 << 20;
     pub const MAX_PAGES: u64 = 1 << 22;

@@ -158,11 +158,13 @@ impl Mounted {
             if offered & init::INIT_EXT != 0 {
                 offered |= u64::from(c.u32().unwrap_or(0)) << 32;
             }
+            // Without ASYNC_DIO: the kernel would send the pieces of one large asynchronous append at once, and the threads would append them in any order.
+            // AUTO_INVAL_DATA: the kernel drops the pages that sendfile(2) and splice(2) read, once it sees that another member changed the file.
             let mut wanted = init::ASYNC_READ
                 | init::EXPORT_SUPPORT
                 | init::BIG_WRITES
                 | init::DONT_MASK
-                | init::ASYNC_DIO
+                | init::AUTO_INVAL_DATA
                 | init::PARALLEL_DIROPS
                 | init::POSIX_ACL
                 | init::MAX_PAGES
