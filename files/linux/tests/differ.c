@@ -4,8 +4,8 @@
  * program can see: `differ DIR[,DIR] DIR SEED CALLS [WITHOUT...]`. Ends with 1 at the first difference and says which call it was. Run as root: each call is
  * some user's. DIR,DIR: one directory as two members mount it, of which each call takes either. WITHOUT: what one of the file systems lacks or does in its
  * own way: zero (fallocate with FALLOC_FL_ZERO_RANGE), flags (chattr), acl, xattr, atime, whiteout, chown (of neither owner nor group), sgid (on what its
- * group may not execute), size (of a file that another member changed: RWF_APPEND and copy_file_range go by the size that the kernel saw last, so an fstat comes
- * before them).
+ * group may not execute), size (of a file that another member changed: RWF_APPEND and copy_file_range go by the size that the kernel saw last, so an
+ * fstat comes before them).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
