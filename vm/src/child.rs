@@ -359,7 +359,7 @@ impl Handle {
         Handle { pidfd: None }
     }
 
-    /// Returns whether the process has ended, also where nobody has reaped it yet.
+    /// Returns whether the process has ended. A zombie has.
     pub fn has_ended(&self) -> bool {
         let Some(pidfd) = &self.pidfd else { return true };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

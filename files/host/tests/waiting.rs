@@ -447,7 +447,7 @@ fn more_threads_than_transaction_slots_that_wait_for_a_suspended_member_leave_ot
 /// More threads than a member has transactions.
 const WAITERS: usize = sys::TFS_TX_SLOTS as usize + 8;
 
-/// So many threads of a member wait for `locks`, which another member keeps. Then a thread of it changes a file that nobody keeps.
+/// [`WAITERS`] threads of a member wait for `locks`, which another member holds. Meanwhile one more thread of the member changes a file whose lock is free.
 fn others_go_on_while_all_wait_for(locks: &[&AtomicU64], fs: &Filesystem, wait: impl Fn(usize) + Sync) {
     let free = file(fs, "free");
     let begun = AtomicU64::new(0);

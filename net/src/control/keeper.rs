@@ -92,7 +92,7 @@ impl Keeper {
             0 => {
                 // The link hangs up when the switch dies.
                 drop(own);
-                // One that somebody has stopped sees it then.
+                // If somebody has stopped this keeper, the kernel continues it when the switch dies, so that the keeper sees the hang-up.
                 // SAFETY: the call changes an attribute of this process and reads no memory.
                 unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGCONT) };
                 let ended = std::panic::catch_unwind(|| {

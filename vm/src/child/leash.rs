@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A leash has the kernel kill a QEMU, and all that a script has started beside it, when this process ends in any way; or it has the kernel continue
-//! children that somebody has stopped, so that they can end in good order then.
+//! A leash has the kernel kill a QEMU, and all that a script has started beside it, when this process ends in any way. Another kind of leash has
+//! the kernel continue stopped children then (SIGCONT), so that they can end in good order.
 //!
 //! A [tied](super::tie) child alone dies with this process: its own children do not. And the kernel unties one that changes its user, as QEMU's option
 //! `-runas` does, or becomes a program that has more rights than it had. A leash is a socket pair. The child has one end, for whose hang-up the kernel sends SIGKILL to the

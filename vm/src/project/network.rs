@@ -3,8 +3,8 @@
 //! to it by sockets in the project's folder, to which QEMU connects again by itself; what is asked of it while it runs goes
 //! over its control socket, a line of JSON each way.
 //!
-//! The switch is told to end (rather than killed) when the supervisor dies, so that it takes its sockets with it. One that somebody has stopped is
-//! continued for that.
+//! The switch is told to end (rather than killed) when the supervisor dies, so that it takes its sockets with it. If somebody has
+//! stopped the switch (SIGSTOP), the kernel continues it then, so that it can end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
