@@ -2,12 +2,14 @@
 //! Divides processor time between tenants, by weight, where the device is the CPU.
 //!
 //! The kernel's scheduler divides between threads; a tenant with more of them, or with luckier ones, gets more. So a tenant that is ahead of the
-//! one furthest behind by more than a quantum is stopped (SIGSTOP) until that one has caught up. What counts is the processor time of a
+//! one furthest behind by more than a quantum is held back until that one has caught up. What counts is the processor time of a
 //! worker as the kernel knows it, so a worker can't lie about it, and needs to do nothing for it. The processes of a VM count together.
 //!
 //! A tenant that has not run for a while is not behind: it saves nothing up. One that is ready to run and waits for a processor, which the
-//! host's other processes have, has not stopped working: it keeps what it is owed. When processors idle while a tenant is stopped, those furthest behind
-//! can't use them alone: one tenant more may run whatever it has had. That is tried with one fewer again, after a longer time each time that it fails.
+//! host's other processes have, has not stopped working: it keeps what it is owed.
+//!
+//! Who is held back uses what the others leave, where the server can do that ([`crate::hold`]). Elsewhere it is stopped. When processors idle then, those
+//! furthest behind can't use them alone: one tenant more may run whatever it has had. That is tried with one fewer again, after a longer time each time that it fails.
 //!
 //! The server looks at no tenant while there are fewer than two, and rarely while fewer than two of them run.
 
@@ -20,8 +22,10 @@ const TICK: Duration = Duration::from_millis(4);
 const REST: Duration = Duration::from_millis(250);
 /// A tenant may get so far ahead, in seconds of processor time at full weight.
 const QUANTUM: f64 = 0.010;
-/// A stopped tenant goes on when it is only so far ahead.
+/// A tenant that is held back runs again when it is only so far ahead.
 const CLOSE: f64 = 0.005;
+/// A tenant that could have had more, before those that are held back, is owed no more than this for what it left to them.
+const OWED: f64 = 0.050;
 /// A tenant that has not run for so long has nothing to do.
 const QUIET: Duration = Duration::from_millis(25);
 /// The time, with a tenant stopped, over which idle processors are measured.
@@ -118,14 +122,15 @@ impl Window {
 }
 
 impl Divider {
-    /// Looks at what all tenants have used at `now`, and how long processors have been `idle` in all, both since some beginning. `is_ready` tells of a tenant whether it has a
+    /// Looks at what all tenants have used at `now`, and how long processors have been `idle` in all, both since some beginning; no `idle` where those that are
+    /// held back use what others leave. `is_ready` tells of a tenant whether it has a
     /// processor or waits for one; it is asked only for those that ran lately, but not since the last look. Says how long to wait before the next look; [`Divider::holds`] says who may
     /// not run until then.
     pub fn look(
         &mut self,
         now: Duration,
         used: &BTreeMap<String, Used>,
-        idle: Duration,
+        idle: Option<Duration>,
         is_ready: impl Fn(&str) -> bool,
     ) -> Duration {
         let last = std::mem::replace(&mut self.last, now);
@@ -149,18 +154,20 @@ impl Divider {
         let several = active.len() > 1;
         let behind = active.first().map_or(0.0, |(spent, _)| *spent);
         let stops = self.shares.values().any(|share| share.held);
-        let count = self.window.look(now, idle, active.len(), stops);
+        let most = active.last().map_or(behind, |(spent, _)| *spent);
+        let count = idle.map_or(1, |idle| self.window.look(now, idle, active.len(), stops));
         let divides = !several || count < active.len();
         active.truncate(count);
         let most_free = active.last().map_or(behind, |(spent, _)| *spent);
+        // Those furthest behind run, and are still behind: they can't use the processors. So much they save up at most.
+        let least = if idle.is_some() { most_free - QUANTUM } else { most - OWED };
         let free: BTreeSet<String> = active.into_iter().map(|(_, name)| name.to_owned()).collect();
         for (name, share) in &mut self.shares {
             if !share.active(now) || !divides {
                 // Neither what was saved up nor what was had beyond the own share counts later.
                 share.spent = if divides { share.spent.max(behind) } else { behind };
             }
-            // The tenants furthest behind run, and are still behind: they can't use the processors. They save up a quantum at most.
-            share.spent = share.spent.max(most_free - QUANTUM);
+            share.spent = share.spent.max(least);
             let most = if share.held { CLOSE } else { QUANTUM };
             share.held = share.active(now) && !free.contains(name) && share.spent - behind > most;
         }
@@ -168,7 +175,7 @@ impl Divider {
         self.rest
     }
 
-    /// Returns whether a tenant is stopped now.
+    /// Returns whether a tenant is held back now.
     pub fn holds(&self, name: &str) -> bool {
         self.shares.get(name).is_some_and(|s| s.held)
     }
@@ -231,6 +238,8 @@ mod tests {
 
     /// Processors under a scheduler that divides them between threads.
     struct Host {
+        /// Who is held back uses what the others leave.
+        uses_rest: bool,
         processors: f64,
         divider: Divider,
         tenants: Vec<Tenant>,
@@ -239,8 +248,16 @@ mod tests {
     }
 
     impl Host {
-        fn new(processors: f64, tenants: Vec<Tenant>) -> Host {
-            Host { processors, divider: Divider::default(), tenants, now: Duration::ZERO, idle: 0.0 }
+        fn new(uses_rest: bool, tenants: Vec<Tenant>) -> Host {
+            let processors = 2.0;
+            Host {
+                uses_rest,
+                processors,
+                divider: Divider::default(),
+                tenants,
+                now: Duration::ZERO,
+                idle: 0.0,
+            }
         }
 
         /// Runs for a time; what each tenant got in it, in seconds, and what was left idle.
@@ -256,23 +273,22 @@ mod tests {
                         (i.to_string(), Used { weight: t.weight, cpu: Duration::from_secs_f64(t.cpu) })
                     })
                     .collect();
-                let idle = Duration::from_secs_f64(self.idle);
+                let idle = (!self.uses_rest).then(|| Duration::from_secs_f64(self.idle));
                 let next = self.divider.look(self.now, &used, idle, |_| false);
-                let runs =
-                    |i: usize, t: &Tenant| t.works && t.threads > 0.0 && !self.divider.holds(&i.to_string());
-                let threads: f64 = self
-                    .tenants
-                    .iter()
-                    .enumerate()
-                    .filter(|(i, t)| runs(*i, t))
-                    .map(|(_, t)| t.threads)
-                    .sum();
-                let each = if threads > self.processors { self.processors / threads } else { 1.0 };
-                let running: Vec<bool> = self.tenants.iter().enumerate().map(|(i, t)| runs(i, t)).collect();
-                for (t, _) in self.tenants.iter_mut().zip(running).filter(|(_, runs)| *runs) {
-                    t.cpu += t.threads * each * next.as_secs_f64();
+                let mut left = self.processors;
+                let (held, free): (Vec<usize>, Vec<usize>) =
+                    (0..self.tenants.len()).partition(|i| self.divider.holds(&i.to_string()));
+                for turn in [free, if self.uses_rest { held } else { Vec::new() }] {
+                    let wants = |i: usize| if self.tenants[i].works { self.tenants[i].threads } else { 0.0 };
+                    let threads: f64 = turn.iter().map(|i| wants(*i)).sum();
+                    let each = if threads > left { left / threads } else { 1.0 };
+                    let had: Vec<f64> = turn.iter().map(|i| wants(*i) * each).collect();
+                    for (i, had) in turn.into_iter().zip(had) {
+                        self.tenants[i].cpu += had * next.as_secs_f64();
+                        left -= had;
+                    }
                 }
-                self.idle += (self.processors - threads).max(0.0) * next.as_secs_f64();
+                self.idle += left.max(0.0) * next.as_secs_f64();
                 self.now += next;
             }
             let got = self.tenants.iter().zip(before).map(|(t, before)| t.cpu - before).collect();
@@ -284,20 +300,24 @@ mod tests {
 
     #[test]
     fn equal_tenants_get_equal_time_however_many_threads_they_have() {
-        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(100, 4.0), tenant(100, 8.0)]);
-        host.run(SECOND);
-        let (got, idle) = host.run(4 * SECOND);
-        let mean = got.iter().sum::<f64>() / 3.0;
-        assert!(got.iter().all(|g| (g - mean).abs() < 0.02 * mean), "{got:?}");
-        assert!(idle < 0.01, "{idle}");
+        for uses_rest in [false, true] {
+            let mut host = Host::new(uses_rest, vec![tenant(100, 2.0), tenant(100, 4.0), tenant(100, 8.0)]);
+            host.run(SECOND);
+            let (got, idle) = host.run(4 * SECOND);
+            let mean = got.iter().sum::<f64>() / 3.0;
+            assert!(got.iter().all(|g| (g - mean).abs() < 0.02 * mean), "{uses_rest}: {got:?}");
+            assert!(idle < 0.01, "{uses_rest}: {idle}");
+        }
     }
 
     #[test]
     fn time_goes_by_weight() {
-        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(25, 2.0)]);
-        host.run(SECOND);
-        let (got, _) = host.run(4 * SECOND);
-        assert!((got[0] / got[1] - 4.0).abs() < 0.2, "{got:?}");
+        for uses_rest in [false, true] {
+            let mut host = Host::new(uses_rest, vec![tenant(100, 2.0), tenant(25, 2.0)]);
+            host.run(SECOND);
+            let (got, _) = host.run(4 * SECOND);
+            assert!((got[0] / got[1] - 4.0).abs() < 0.2, "{uses_rest}: {got:?}");
+        }
     }
 
     #[test]
@@ -310,7 +330,7 @@ mod tests {
             if at >= next {
                 let used = |ms: u64| Used { weight: 100, cpu: Duration::from_millis(ms) };
                 let used = turns.iter().zip(got).map(|((name, ..), ms)| ((*name).to_owned(), used(ms)));
-                next = at + divider.look(at, &used.collect(), Duration::ZERO, |_| true);
+                next = at + divider.look(at, &used.collect(), Some(Duration::ZERO), |_| true);
             }
             for ((name, begin, time), got) in turns.iter().zip(&mut got) {
                 let has_turn = (*begin..begin + time).contains(&(now % 200));
@@ -323,56 +343,65 @@ mod tests {
 
     #[test]
     fn who_comes_back_gets_its_share_and_not_what_it_left_to_others() {
-        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(100, 2.0)]);
-        host.tenants[1].works = false;
-        let (got, _) = host.run(4 * SECOND);
-        assert!(got[0] > 7.9, "{got:?}");
-        host.tenants[1].works = true;
-        host.run(SECOND / 2);
-        let (got, _) = host.run(SECOND);
-        assert!((got[0] - got[1]).abs() < 0.05, "{got:?}");
+        for uses_rest in [false, true] {
+            let mut host = Host::new(uses_rest, vec![tenant(100, 2.0), tenant(100, 2.0)]);
+            host.tenants[1].works = false;
+            let (got, _) = host.run(4 * SECOND);
+            assert!(got[0] > 7.9, "{uses_rest}: {got:?}");
+            host.tenants[1].works = true;
+            host.run(SECOND / 2);
+            let (got, _) = host.run(SECOND);
+            assert!((got[0] - got[1]).abs() < 0.05, "{uses_rest}: {got:?}");
+        }
     }
 
     #[test]
     fn no_tenant_is_stopped_for_one_that_can_not_use_the_time() {
         // One thread of a tenant can't use two processors, and a tenth of one leaves almost all of them.
-        for little in [1.0, 0.1] {
-            let mut host = Host::new(2.0, vec![tenant(100, little), tenant(100, 2.0)]);
+        for (little, uses_rest) in [(1.0, false), (0.1, false), (1.0, true), (0.1, true)] {
+            let mut host = Host::new(uses_rest, vec![tenant(100, little), tenant(100, 2.0)]);
             host.run(2 * SECOND);
             let (_, idle) = host.run(4 * SECOND);
-            assert!(idle < 8.0 * 0.06, "{little}: {idle}");
+            assert!(idle < 8.0 * 0.06, "{little}, {uses_rest}: {idle}");
         }
     }
 
     #[test]
     fn tenants_that_use_the_processors_together_only_get_equal_time_and_leave_none_idle() {
-        // The scheduler gives the third and fourth, of more threads, twice the time of the others.
-        let mut host = Host::new(2.0, [0.8, 0.8, 1.6, 1.6].map(|threads| tenant(100, threads)).into());
-        host.run(2 * SECOND);
-        let (got, idle) = host.run(8 * SECOND);
-        assert!(got.iter().all(|g| (g - 4.0).abs() < 0.2), "{got:?}");
-        assert!(idle < 16.0 * 0.03, "{idle}");
+        for uses_rest in [false, true] {
+            // The scheduler gives the third and fourth, of more threads, twice the time of the others.
+            let mut host =
+                Host::new(uses_rest, [0.8, 0.8, 1.6, 1.6].map(|threads| tenant(100, threads)).into());
+            host.run(2 * SECOND);
+            let (got, idle) = host.run(8 * SECOND);
+            assert!(got.iter().all(|g| (g - 4.0).abs() < 0.2), "{uses_rest}: {got:?}");
+            assert!(idle < 16.0 * 0.03, "{uses_rest}: {idle}");
+        }
     }
 
     #[test]
     fn a_tenant_that_wants_little_is_owed_no_more_than_a_quantum() {
-        let mut host = Host::new(2.0, vec![tenant(100, 0.1), tenant(100, 2.0), tenant(100, 2.0)]);
-        host.run(4 * SECOND);
-        host.tenants[0].threads = 2.0;
-        let (got, _) = host.run(SECOND);
-        assert!(got[0] < 0.8, "{got:?}");
+        for uses_rest in [false, true] {
+            let mut host = Host::new(uses_rest, vec![tenant(100, 0.1), tenant(100, 2.0), tenant(100, 2.0)]);
+            host.run(4 * SECOND);
+            host.tenants[0].threads = 2.0;
+            let (got, _) = host.run(SECOND);
+            assert!(got[0] < 0.8, "{uses_rest}: {got:?}");
+        }
     }
 
     #[test]
     fn looks_are_rare_while_fewer_than_two_run() {
-        let mut host = Host::new(2.0, vec![tenant(100, 2.0), tenant(100, 2.0)]);
-        assert_eq!(host.divider.rest, Duration::ZERO);
-        host.run(SECOND);
-        assert_eq!(host.divider.rest, TICK);
-        host.tenants[1].works = false;
-        host.run(2 * SECOND);
-        assert_eq!(host.divider.rest, REST);
-        assert!(!host.divider.holds("0") && !host.divider.holds("1"));
+        for uses_rest in [false, true] {
+            let mut host = Host::new(uses_rest, vec![tenant(100, 2.0), tenant(100, 2.0)]);
+            assert_eq!(host.divider.rest, Duration::ZERO);
+            host.run(SECOND);
+            assert_eq!(host.divider.rest, TICK);
+            host.tenants[1].works = false;
+            host.run(2 * SECOND);
+            assert_eq!(host.divider.rest, REST);
+            assert!(!host.divider.holds("0") && !host.divider.holds("1"));
+        }
     }
 
     #[test]

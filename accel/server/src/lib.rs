@@ -6,7 +6,7 @@
 //!
 //! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
-//! - [`divide`]: who of them may run, by weight.
+//! - [`divide`]: who of them may run, by weight. [`hold`]: how the others are held back.
 //! - [`account`]: what the processes of one VM use together.
 //! - [`control`]: commands from outside: who is served, drain.
 //! - [`metrics`]: the same for Prometheus.
@@ -27,6 +27,7 @@ pub mod cli;
 pub mod control;
 pub mod divide;
 pub mod figures;
+pub mod hold;
 pub mod limits;
 pub mod listen;
 pub mod metrics;

@@ -3,12 +3,12 @@
 
 use crate::divide::{self, Divider, Used};
 use crate::figures::{Figure, Figures};
+use crate::hold::{Hold, Way};
 use crate::limits::Limits;
 use crate::listen::Peer;
 use crate::wall::census::{self, Census};
 use crate::workers::{Confinement, Origin};
 use std::collections::BTreeMap;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tombolo_calls::say;
@@ -25,13 +25,13 @@ pub struct Tenant {
     pub figures: Figures,
     /// The time at which its worker was started.
     pub since: Instant,
-    /// Its worker, which stays the same process when its number is used again.
-    pub process: Arc<OwnedFd>,
+    /// How its worker is held back.
+    pub hold: Hold,
     /// The processes that its worker started, once they can be seen.
     pub census: Option<Census>,
     /// The processor time of its worker, and of what that started, at the last look.
     pub used: Duration,
-    /// How long it could not run, because its share of time was used up.
+    /// How long it was held back, because its share of time was used up.
     pub paused: Pause,
 }
 
@@ -64,44 +64,22 @@ impl Tenant {
             say!("tombolo accel: worker {pid} started more processes than any driver does, and is killed");
             // They end with it, and needn't be looked at again.
             self.census = None;
-            self.signal(libc::SIGKILL);
+            self.hold.kill();
         }
-    }
-
-    fn signal(&self, signal: i32) {
-        if let Some(census) = self.census.as_ref().filter(|census| census.has_others()) {
-            census.signal(signal);
-        }
-        // SAFETY: integers, and no further information. It fails only where the process has ended.
-        let _ended = unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.process.as_raw_fd(),
-                signal,
-                std::ptr::null::<libc::siginfo_t>(),
-                0,
-            )
-        };
     }
 
     fn may_run(&mut self, runs: bool) {
-        match (self.paused.since, runs) {
-            // Again: it may have started processes since, or another process may have sent SIGCONT.
-            (Some(_), false) => self.signal(libc::SIGSTOP),
-            (None, false) => {
-                self.signal(libc::SIGSTOP);
-                self.paused.since = Some(Instant::now());
-            }
-            (Some(since), true) => {
-                self.signal(libc::SIGCONT);
-                self.paused = Pause { before: self.paused.before + since.elapsed(), since: None };
-            }
-            _ => {}
-        }
+        let is_new = self.paused.since.is_some() == runs;
+        self.hold.set(!runs, is_new, self.census.as_ref());
+        self.paused = match self.paused.since {
+            None if !runs => Pause { since: Some(Instant::now()), ..self.paused },
+            Some(since) if runs => Pause { before: self.paused.before + since.elapsed(), since: None },
+            _ => self.paused,
+        };
     }
 }
 
-/// Time in which a worker was stopped.
+/// Time in which a worker was held back.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pause {
     before: Duration,
@@ -173,7 +151,9 @@ impl Inner {
     }
 
     fn remove(&mut self, pid: u32) {
-        let Some(gone) = self.by_pid.remove(&pid) else { return };
+        let Some(mut gone) = self.by_pid.remove(&pid) else { return };
+        // What has ended holds no other process of its VM back.
+        gone.may_run(true);
         if gone.origin.is_vm() {
             let weight = gone.limits.weight;
             let before = self.ended.entry(gone.group(pid)).or_insert(Used { weight, cpu: Duration::ZERO });
@@ -193,13 +173,14 @@ impl Inner {
         used
     }
 
-    /// Stops the tenants that are ahead and lets the others run. Returns the time until the next look.
-    fn divide(&mut self, divider: &mut Divider, now: Duration) -> Duration {
+    /// Holds the tenants back that are ahead and lets the others run. Returns the time until the next look.
+    fn divide(&mut self, divider: &mut Divider, way: Way, now: Duration) -> Duration {
         let used = self.used();
         let by_pid = &self.by_pid;
         let is_ready =
             |name: &str| by_pid.iter().any(|(pid, t)| t.group(*pid) == name && t.is_ready_to_run(*pid));
-        let rest = divider.look(now, &used, divide::idle(), is_ready);
+        let idle = (!way.uses_the_rest()).then(divide::idle);
+        let rest = divider.look(now, &used, idle, is_ready);
         for (pid, tenant) in &mut self.by_pid {
             let runs = !divider.holds(&tenant.group(*pid));
             tenant.may_run(runs);
@@ -263,6 +244,13 @@ impl Tenants {
         self.changed.notify_all();
     }
 
+    /// Kills a worker.
+    pub fn kill(&self, pid: u32) {
+        if let Some(tenant) = self.lock().by_pid.get_mut(&pid) {
+            tenant.hold.kill();
+        }
+    }
+
     pub fn vm_came(&self) {
         self.lock().vms += 1;
     }
@@ -292,8 +280,8 @@ impl Tenants {
         let mut divider = Divider::default();
         loop {
             let mut inner = self.lock();
-            let rest = inner.divide(&mut divider, begun.elapsed());
-            // A tenant that is stopped for a VM whose processes have just ended goes on at one of the next looks.
+            let rest = inner.divide(&mut divider, self.confinement.way, begun.elapsed());
+            // A tenant that is held back for a VM whose processes have just ended goes on at one of the next looks.
             if inner.by_pid.len() < 2 && inner.by_pid.values().all(|tenant| tenant.paused.since.is_none()) {
                 drop(self.changed.wait_while(inner, |i| i.by_pid.len() < 2));
             } else {
@@ -331,6 +319,7 @@ impl Tenants {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::OwnedFd;
     use std::process::{Child, Command};
 
     /// The pidfd of a child that has not been waited for.
@@ -353,7 +342,7 @@ mod tests {
                 limits: Limits { weight, ..Limits::default() },
                 figures: Figures::new().expect("a page").0,
                 since: Instant::now(),
-                process: Arc::new(pidfd(pid)),
+                hold: Hold::new(tenants.confinement().way, pid, Arc::new(pidfd(pid)), None),
                 census: None,
                 used: Duration::ZERO,
                 paused: Pause::default(),
@@ -432,31 +421,34 @@ mod tests {
 
     #[test]
     fn real_processes_get_time_by_weight_those_of_a_vm_together_and_all_of_it_when_the_others_have_gone() {
-        let tenants = Arc::new(Tenants::default());
-        // Two processes of a VM, and a client of a quarter of its weight.
-        let mut children =
-            [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)].map(|(via, weight)| busy(&tenants, via, weight));
-        divide_the_first_processor(&tenants);
-        // Until the first two had two seconds, however long that takes here.
-        while cpu(&children[0]) + cpu(&children[1]) < 2.0 {
-            std::thread::sleep(Duration::from_millis(20));
+        for way in [Way::Stops, Way::without_groups()] {
+            let confinement = Confinement::none(way);
+            let tenants = Arc::new(Tenants::of(confinement));
+            // Two processes of a VM, and a client of a quarter of its weight.
+            let mut children = [("vm:a", 100), ("vm:a", 100), ("unix:/s", 25)]
+                .map(|(via, weight)| busy(&tenants, via, weight));
+            divide_the_first_processor(&tenants);
+            // Until the first two had two seconds, however long that takes here.
+            while cpu(&children[0]) + cpu(&children[1]) < 2.0 {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let of_vm = cpu(&children[0]) + cpu(&children[1]);
+            let ratio = of_vm / cpu(&children[2]);
+            assert!((3.0..5.5).contains(&ratio), "{way:?}: {ratio}");
+            let paused = tenants.status().iter().map(|s| s.paused_seconds).fold(0.0, f64::max);
+            assert!(paused > 0.0);
+            for gone in &mut children[..2] {
+                gone.kill().expect("killed");
+                gone.wait().expect("its end");
+                tenants.remove(gone.id());
+            }
+            // It runs on, or this takes for ever.
+            let had = cpu(&children[2]);
+            while cpu(&children[2]) < had + 0.1 {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            children[2].kill().expect("killed");
+            children[2].wait().expect("its end");
         }
-        let of_vm = cpu(&children[0]) + cpu(&children[1]);
-        let ratio = of_vm / cpu(&children[2]);
-        assert!((3.0..5.5).contains(&ratio), "{ratio}");
-        let paused = tenants.status().iter().map(|s| s.paused_seconds).fold(0.0, f64::max);
-        assert!(paused > 0.0);
-        for gone in &mut children[..2] {
-            gone.kill().expect("killed");
-            gone.wait().expect("its end");
-            tenants.remove(gone.id());
-        }
-        // It runs on, or this takes for ever.
-        let had = cpu(&children[2]);
-        while cpu(&children[2]) < had + 0.1 {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        children[2].kill().expect("killed");
-        children[2].wait().expect("its end");
     }
 }

@@ -2,6 +2,7 @@
 //! Starts a worker for each client, behind the wall that this server can build, and looks after it until it has ended.
 
 use crate::figures::Figures;
+use crate::hold::{Hold, Way};
 use crate::limits::Limits;
 use crate::listen::Peer;
 use crate::tenants::{Guest, Pause, Tenant, Tenants};
@@ -62,6 +63,8 @@ pub struct Place {
 pub struct Confinement {
     wall: Option<Wall>,
     cgroup: Option<Delegated>,
+    /// How tenants are held back.
+    pub way: Way,
 }
 
 /// A worker that was started.
@@ -70,12 +73,17 @@ struct Begun {
     /// The end of what it says.
     said: OwnedFd,
     /// The worker's control group, which goes when this is dropped.
-    _group: Option<Group>,
+    group: Option<Arc<Group>>,
     /// The folder of its driver, which goes when this is dropped.
     _scratch: Option<scratch::Folder>,
 }
 
 impl Confinement {
+    /// Of workers without a wall and without control groups.
+    pub fn none(way: Way) -> Confinement {
+        Confinement { way, ..Confinement::default() }
+    }
+
     /// Tries on a worker without a client whether workers can be confined here. `unconfined`: nothing is tried. `folder`: a control group to
     /// divide between tenants; none: one that can be found, and without any each process has its limits alone.
     pub fn tried(unconfined: bool, folder: Option<&Path>) -> anyhow::Result<Confinement> {
@@ -85,9 +93,15 @@ impl Confinement {
             }
             None => found(),
         };
+        let way = match &cgroup {
+            Some(cgroup) if cgroup.can_idle() => Way::Groups,
+            // A thread's policy says nothing beside threads of other groups.
+            Some(_) => Way::Stops,
+            None => Way::without_groups(),
+        };
         if unconfined {
             say!("tombolo accel: --unconfined: a client's kernels can do all that this server's user can");
-            return Ok(Confinement { wall: None, cgroup });
+            return Ok(Confinement { wall: None, cgroup, way });
         }
         let identity = Identity::here().context("/proc/self")?;
         if cgroup.is_none() && identity.is_hosts_root().context("/proc/self")? {
@@ -97,7 +111,7 @@ impl Confinement {
                  group (--cgroup FOLDER), or as an ordinary user; see docs/accelerators.md, or let clients' kernels do all that this user can: --unconfined"
             );
         }
-        let confinement = Confinement { wall: Some(Wall { identity, memory: WORKING }), cgroup };
+        let confinement = Confinement { wall: Some(Wall { identity, memory: WORKING }), cgroup, way };
         confinement.try_it().map_err(|why| {
             anyhow!(
                 "workers can't be confined here: {why:#}; see docs/accelerators.md, \
@@ -113,7 +127,7 @@ impl Confinement {
     }
 
     fn try_it(&self) -> anyhow::Result<()> {
-        let Begun { process, said, _group, _scratch } =
+        let Begun { process, said, group: _group, _scratch } =
             self.spawn(&["--trial"], &[], &Limits::default(), None)?;
         let mut words = String::new();
         File::from(said).take(MOST_SAID as u64).read_to_string(&mut words).context("what it says")?;
@@ -134,7 +148,7 @@ impl Confinement {
             Some(vm) => cgroup.worker_of(vm, limits),
             None => cgroup.worker(limits),
         });
-        let group = group.transpose().context("a cgroup")?;
+        let group = group.transpose().context("a cgroup")?.map(Arc::new);
         let null = File::options().read(true).write(true).open("/dev/null").context("/dev/null")?;
         let (said, says) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).context("a pipe")?;
         let mut arguments: Vec<OsString> =
@@ -156,14 +170,14 @@ impl Confinement {
             descriptors: &descriptors,
             nice: limits.nice(),
             namespaces: wall.as_ref().map_or(0, Wall::namespaces),
-            cgroup: group.as_ref().map(Group::fd),
+            cgroup: group.as_deref().map(Group::fd),
         })
         .context(
             "no process with namespaces of its own \
              (CONFIG_USER_NS, CONFIG_PID_NS, CONFIG_NET_NS; for a server that is not root also sysctl user.max_user_namespaces \
              and kernel.unprivileged_userns_clone; in a container its own rules)",
         )?;
-        Ok(Begun { process, said, _group: group, _scratch: scratch })
+        Ok(Begun { process, said, group, _scratch: scratch })
     }
 }
 
@@ -186,7 +200,12 @@ const MOST_SAID: usize = 64 << 10;
 const GRACE: Duration = Duration::from_secs(10);
 
 /// Passes on to the log what a worker says, until it has ended; which it has to soon after the other end of its client's socket has gone.
-fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> std::io::Result<()> {
+fn look_after(
+    tenants: &Tenants,
+    process: &Process,
+    said: OwnedFd,
+    mut client: Option<OwnedFd>,
+) -> std::io::Result<()> {
     // A worker of this user could open the pipe anew and take out the bytes that poll(2) reported; a read must not wait for them then.
     rustix::fs::fcntl_setfl(&said, OFlags::NONBLOCK)?;
     let mut left = MOST_SAID;
@@ -218,7 +237,7 @@ fn look_after(process: &Process, said: OwnedFd, mut client: Option<OwnedFd>) -> 
         // The last lines of the worker.
         if left_of_grace == Some(Duration::ZERO) {
             say!("tombolo accel: worker {} didn't end with its client, and is killed", process.pid);
-            process.kill();
+            tenants.kill(process.pid);
             gone = None;
         }
         if fds[0].revents != 0 {
@@ -293,23 +312,25 @@ pub fn start(
             [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
         let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let begun = confinement.spawn(&words, &passed, &limits, within.as_deref());
-        let Begun { process, said, _group, _scratch } = match begun {
+        let Begun { process, said, group, _scratch } = match begun {
             Ok(begun) => begun,
             Err(e) => return drop(told.send(Err(e))),
         };
         drop(page);
         // The first is the socket whose end says that the client has gone.
         let client = copies.into_iter().next();
-        let pidfd = process.pidfd.clone();
+        // The processes of a VM are held back together.
+        let held = within.or_else(|| group.clone());
+        let hold = Hold::new(confinement.way, process.pid, process.pidfd.clone(), held);
         let (census, used, paused) = (None, Duration::ZERO, Pause::default());
         tenants.add(
             process.pid,
-            Tenant { origin, limits, figures, since: Instant::now(), process: pidfd, census, used, paused },
+            Tenant { origin, limits, figures, since: Instant::now(), hold, census, used, paused },
             guest,
         );
         // The caller waits for this.
         let _heard = told.send(Ok(()));
-        if let Err(e) = look_after(&process, said, client).and_then(|()| process.wait()) {
+        if let Err(e) = look_after(&tenants, &process, said, client).and_then(|()| process.wait()) {
             say!("tombolo accel: a worker can't be waited for: {e}");
         }
         tenants.remove(process.pid);

@@ -8,7 +8,7 @@
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags};
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 /// So many looks find the same while the worker has no other processes.
@@ -155,16 +155,7 @@ impl Census {
                 let Ok(process) = rustix::fs::openat(&self.proc, pid, FOLDER, Mode::empty()) else {
                     continue;
                 };
-                // SAFETY: integers, and no further information. It fails only where the process has ended.
-                let _ended = unsafe {
-                    libc::syscall(
-                        libc::SYS_pidfd_send_signal,
-                        process.as_raw_fd(),
-                        signal,
-                        std::ptr::null::<libc::siginfo_t>(),
-                        0,
-                    )
-                };
+                let _ended = super::spawn::signal(process.as_fd(), signal);
             }
             before = now;
         }

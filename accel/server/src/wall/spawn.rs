@@ -70,19 +70,6 @@ pub struct Process {
 }
 
 impl Process {
-    pub fn kill(&self) {
-        // SAFETY: integers, and no further information. It fails only where the process has ended.
-        let _ended = unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.pidfd.as_raw_fd(),
-                libc::SIGKILL,
-                std::ptr::null::<libc::siginfo_t>(),
-                0,
-            )
-        };
-    }
-
     /// Waits until it has ended, and forgets it; whether it ended well.
     pub fn wait(&self) -> io::Result<bool> {
         let mut status = 0;
@@ -97,6 +84,17 @@ impl Process {
             }
         }
     }
+}
+
+/// Sends a signal to a process, by a pidfd or by its folder in a /proc.
+///
+/// # Errors
+/// The process has ended.
+pub fn signal(process: BorrowedFd<'_>, signal: libc::c_int) -> io::Result<()> {
+    let no_more = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: integers, and no further information.
+    let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), signal, no_more, 0) };
+    if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// The values that the child needs between clone3 and execve, where it may allocate nothing.

@@ -27,12 +27,16 @@ use tombolo_calls::say;
 
 /// The controllers that limit a tenant.
 const CONTROLLERS: &str = "+memory +pids +cpu";
+/// Makes a group idle (Linux 5.15).
+const IDLE: &str = "cpu.idle";
 
 /// A group that is this server's own to divide.
 #[derive(Clone, Debug)]
 pub struct Delegated {
     own: Arc<Own>,
     next: Arc<AtomicU64>,
+    /// The kernel knows idle groups.
+    can_idle: bool,
 }
 
 #[derive(Debug)]
@@ -47,6 +51,7 @@ struct Own {
 pub struct Group {
     folder: PathBuf,
     open: OwnedFd,
+    weight: u32,
 }
 
 /// The limits of a control group: the sum over its processes.
@@ -160,18 +165,24 @@ impl Delegated {
         set(&own.folder, "cgroup.subtree_control", CONTROLLERS).context(
             "no group to divide: it needs the controllers memory, pids and cpu, no process in it, and an owner who is this user",
         )?;
-        let delegated = Delegated { own: Arc::new(own), next: Arc::default() };
+        let mut delegated = Delegated { own: Arc::new(own), next: Arc::default(), can_idle: false };
         // A controller that is missing fails now, and not when a client comes.
         let trial = delegated.worker(&Limits::default())?;
         if !trial.folder.join("cgroup.kill").exists() {
             bail!("{}: no cgroup.kill (Linux 5.14)", trial.folder.display());
         }
+        delegated.can_idle = trial.folder.join(IDLE).exists();
         drop(trial);
         Ok(delegated)
     }
 
     pub fn folder(&self) -> &Path {
         &self.own.folder
+    }
+
+    /// Returns whether its groups can be [made idle](Group::set_idle).
+    pub fn can_idle(&self) -> bool {
+        self.can_idle
     }
 
     fn number(&self) -> u64 {
@@ -218,7 +229,7 @@ impl Group {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let open = rustix::fs::openat(CWD, &folder, flags, Mode::empty()).context("its folder")?;
         // Removed from here on, whatever fails.
-        let group = Group { folder, open };
+        let group = Group { folder, open, weight: most.weight };
         set(&group.folder, "memory.max", &most.memory.to_string())?;
         no_swap(&group.folder)?;
         set(&group.folder, "pids.max", &most.tasks.to_string())?;
@@ -231,6 +242,16 @@ impl Group {
         // When memory runs out, one of a VM's workers ends, with all of its processes.
         set(&group.folder, "memory.oom.group", "1")?;
         Ok(group)
+    }
+
+    /// Gives the group the processor time that others leave, or its weight.
+    ///
+    /// # Errors
+    /// The group was removed.
+    pub fn set_idle(&self, is_idle: bool) -> io::Result<()> {
+        std::fs::write(self.folder.join(IDLE), if is_idle { "1" } else { "0" })?;
+        // The kernel has forgotten the weight.
+        if is_idle { Ok(()) } else { std::fs::write(self.folder.join("cpu.weight"), self.weight.to_string()) }
     }
 
     /// To start a process in.
