@@ -13,6 +13,7 @@
 //!
 //! The server looks at no tenant while there are fewer than two, and rarely while fewer than two of them run.
 
+use crate::listen::Peer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -26,6 +27,8 @@ const QUANTUM: f64 = 0.010;
 const CLOSE: f64 = 0.005;
 /// A tenant that could have had more, before those that are held back, is owed no more than this for what it left to them.
 const OWED: f64 = 0.050;
+/// A client that begins so soon after another one of its peer has ended begins as far ahead as that one was.
+const REMEMBERED: Duration = Duration::from_millis(250);
 /// A tenant that has not run for so long has nothing to do.
 const QUIET: Duration = Duration::from_millis(25);
 /// The time, with a tenant stopped, over which idle processors are measured.
@@ -44,6 +47,8 @@ pub struct Used {
     pub weight: u32,
     /// Its processor time so far.
     pub cpu: Duration,
+    /// The peer whose client it is: what one client was ahead when it ended, the next one is when it begins.
+    pub peer: Option<Peer>,
 }
 
 #[derive(Debug, Default)]
@@ -55,9 +60,18 @@ struct Share {
     /// The time at which it was last seen to run, or to be ready to.
     ran: Option<Duration>,
     held: bool,
+    peer: Option<Peer>,
 }
 
 impl Share {
+    /// Counts what it has used since the last look, which it returns.
+    fn count(&mut self, used: &Used) -> Duration {
+        // Less than before: one of a VM's processes has ended.
+        let ran = used.cpu.saturating_sub(std::mem::replace(&mut self.cpu, used.cpu));
+        self.spent += ran.as_secs_f64() * FULL_WEIGHT / f64::from(used.weight.max(1));
+        ran
+    }
+
     fn active(&self, now: Duration) -> bool {
         self.held || self.ran.is_some_and(|at| now.saturating_sub(at) <= QUIET)
     }
@@ -67,7 +81,11 @@ impl Share {
 #[derive(Debug, Default)]
 pub struct Divider {
     shares: BTreeMap<String, Share>,
+    /// Seconds that clients were ahead when they ended, with which no other client of their peer has begun yet; and when the last of them ended.
+    ended: BTreeMap<Peer, (f64, Duration)>,
     last: Duration,
+    /// What the one furthest behind had had at the last look.
+    behind: f64,
     rest: Duration,
     window: Window,
 }
@@ -135,24 +153,31 @@ impl Divider {
     ) -> Duration {
         let last = std::mem::replace(&mut self.last, now);
         let since = now.saturating_sub(last);
-        self.shares.retain(|name, _| used.contains_key(name));
-        for (name, used) in used {
-            let share = self
-                .shares
-                .entry(name.clone())
-                .or_insert_with(|| Share { cpu: used.cpu, ..Share::default() });
-            // Less than before: one of a VM's processes has ended.
-            let ran = used.cpu.saturating_sub(std::mem::replace(&mut share.cpu, used.cpu));
-            share.spent += ran.as_secs_f64() * FULL_WEIGHT / f64::from(used.weight.max(1));
+        self.end(now, used);
+        let is_new = |name: &String| !self.shares.contains_key(name);
+        let new: Vec<(&String, &Used)> = used.iter().filter(|(name, _)| is_new(name)).collect();
+        for (name, share) in &mut self.shares {
+            let Some(used) = used.get(name) else { continue };
+            let ran = share.count(used);
             if ran > since / 50 || (!share.held && share.active(last) && is_ready(name)) {
                 share.ran = Some(now);
             }
+        }
+        // Who is new is not behind the others.
+        let active = self.shares.values().filter(|share| share.active(now));
+        let least = active.map(|share| share.spent).min_by(f64::total_cmp).unwrap_or(self.behind);
+        for (name, used) in new {
+            let spent = least + self.lead(used.peer);
+            let mut share = Share { spent, peer: used.peer, ..Share::default() };
+            share.ran = (share.count(used) > Duration::ZERO).then_some(now);
+            self.shares.insert(name.clone(), share);
         }
         let mut active: Vec<(f64, &str)> =
             self.shares.iter().filter(|(_, s)| s.active(now)).map(|(n, s)| (s.spent, n.as_str())).collect();
         active.sort_by(|a, b| a.0.total_cmp(&b.0));
         let several = active.len() > 1;
-        let behind = active.first().map_or(0.0, |(spent, _)| *spent);
+        let behind = active.first().map_or(self.behind, |(spent, _)| *spent);
+        self.behind = behind;
         let stops = self.shares.values().any(|share| share.held);
         let most = active.last().map_or(behind, |(spent, _)| *spent);
         let count = idle.map_or(1, |idle| self.window.look(now, idle, active.len(), stops));
@@ -173,6 +198,28 @@ impl Divider {
         }
         self.rest = if several { TICK } else { (self.rest * 2).clamp(TICK, REST) };
         self.rest
+    }
+
+    /// Forgets the tenants that have ended, but for a while not by how much they were ahead.
+    fn end(&mut self, now: Duration, used: &BTreeMap<String, Used>) {
+        let (behind, ended) = (self.behind, &mut self.ended);
+        ended.retain(|_, (lead, at)| *lead > 0.0 && now.saturating_sub(*at) < REMEMBERED);
+        self.shares.retain(|name, share| {
+            let lives = used.contains_key(name);
+            if let Some(peer) = share.peer.filter(|_| !lives && share.spent > behind) {
+                let (lead, at) = ended.entry(peer).or_default();
+                (*lead, *at) = (*lead + share.spent - behind, now);
+            }
+            lives
+        });
+    }
+
+    /// By how much a new client of this peer is ahead, for others that have ended.
+    fn lead(&mut self, peer: Option<Peer>) -> f64 {
+        let Some((left, _)) = peer.and_then(|peer| self.ended.get_mut(&peer)) else { return 0.0 };
+        let lead = left.min(OWED);
+        *left -= lead;
+        lead
     }
 
     /// Returns whether a tenant is held back now.
@@ -270,7 +317,10 @@ mod tests {
                     .iter()
                     .enumerate()
                     .map(|(i, t)| {
-                        (i.to_string(), Used { weight: t.weight, cpu: Duration::from_secs_f64(t.cpu) })
+                        (
+                            i.to_string(),
+                            Used { weight: t.weight, cpu: Duration::from_secs_f64(t.cpu), peer: None },
+                        )
                     })
                     .collect();
                 let idle = (!self.uses_rest).then(|| Duration::from_secs_f64(self.idle));
@@ -328,7 +378,7 @@ mod tests {
         for now in 0..20_000 {
             let at = Duration::from_millis(now);
             if at >= next {
-                let used = |ms: u64| Used { weight: 100, cpu: Duration::from_millis(ms) };
+                let used = |ms: u64| Used { weight: 100, cpu: Duration::from_millis(ms), peer: None };
                 let used = turns.iter().zip(got).map(|((name, ..), ms)| ((*name).to_owned(), used(ms)));
                 next = at + divider.look(at, &used.collect(), Some(Duration::ZERO), |_| true);
             }
@@ -339,6 +389,44 @@ mod tests {
         }
         let [first, second] = got;
         assert!(first.abs_diff(second) * 10 < second, "{got:?}");
+    }
+
+    #[test]
+    fn a_peer_whose_clients_come_and_go_gets_no_more_than_one_that_stays() {
+        // One processor. Each client of the first peer has two threads, and ends before it is a quantum ahead; alone, and three at once.
+        for at_once in [1, 3] {
+            let (mut divider, mut got) = (Divider::default(), [0.0; 2]);
+            let mut clients: Vec<(u32, f64)> = (0..at_once).map(|i| (i, 0.0)).collect();
+            let (mut next, mut ended) = (at_once, Vec::new());
+            for now in (0..20_000).step_by(4) {
+                let used = |cpu: f64, peer| Used {
+                    weight: 100,
+                    cpu: Duration::from_secs_f64(cpu),
+                    peer: Some(Peer::User(peer)),
+                };
+                let seen = clients.iter().copied().chain(std::mem::take(&mut ended));
+                let mut tenants: BTreeMap<String, Used> =
+                    seen.map(|(name, cpu)| (name.to_string(), used(cpu, 1))).collect();
+                tenants.insert("stays".into(), used(got[1], 2));
+                divider.look(Duration::from_millis(now), &tenants, None, |_| false);
+                let runs: Vec<bool> =
+                    clients.iter().map(|(name, _)| !divider.holds(&name.to_string())).collect();
+                let stays = !divider.holds("stays");
+                let each = 0.004 / (2 * runs.iter().filter(|r| **r).count() + usize::from(stays)) as f64;
+                got[1] += if stays { each } else { 0.0 };
+                for (client, _) in clients.iter_mut().zip(runs).filter(|(_, runs)| *runs) {
+                    got[0] += 2.0 * each;
+                    client.1 += 2.0 * each;
+                    if client.1 >= 0.008 {
+                        ended.push(std::mem::replace(client, (next, 0.0)));
+                        next += 1;
+                    }
+                }
+            }
+            // Each that is there has a share.
+            let wanted = got[1] * f64::from(at_once);
+            assert!(got[0] < 1.1 * wanted, "{at_once}: {got:?}");
+        }
     }
 
     #[test]

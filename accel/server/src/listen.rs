@@ -20,7 +20,7 @@ const AGAIN: Duration = Duration::from_secs(5);
 const UNANSWERED: u32 = 3;
 
 /// The user and process at the other end of a connection, as far as the kernel knows them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Peer {
     /// A user of this machine, by number.
     User(u32),

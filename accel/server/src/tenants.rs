@@ -97,6 +97,8 @@ struct Inner {
     by_pid: BTreeMap<u32, Tenant>,
     /// The use of processes that have ended, by VM: a client that begins anew again and again still owes it.
     ended: BTreeMap<String, Used>,
+    /// The use of clients that came by a socket and have ended since the last look.
+    gone: BTreeMap<String, Used>,
     /// VMs that are attached: their processes may come at any time.
     vms: usize,
     /// Those that have connected to a socket, and have no worker yet.
@@ -154,21 +156,22 @@ impl Inner {
         let Some(mut gone) = self.by_pid.remove(&pid) else { return };
         // What has ended holds no other process of its VM back.
         gone.may_run(true);
-        if gone.origin.is_vm() {
-            let weight = gone.limits.weight;
-            let before = self.ended.entry(gone.group(pid)).or_insert(Used { weight, cpu: Duration::ZERO });
-            before.cpu += gone.used;
-        }
+        gone.cpu(pid);
+        let (weight, peer) = (gone.limits.weight, gone.origin.peer);
+        let before = if gone.origin.is_vm() { &mut self.ended } else { &mut self.gone };
+        before.entry(gone.group(pid)).or_insert(Used { weight, cpu: Duration::ZERO, peer }).cpu += gone.used;
     }
 
     /// Returns the processor time of each group of tenants, processes that have ended included.
     fn used(&mut self) -> BTreeMap<String, Used> {
         let mut used = self.ended.clone();
+        used.append(&mut self.gone);
         for (pid, tenant) in &mut self.by_pid {
             let cpu = tenant.cpu(*pid);
             tenant.end_if_it_has_too_many_processes(*pid);
             let weight = tenant.limits.weight;
-            used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO }).cpu += cpu;
+            let peer = tenant.origin.peer;
+            used.entry(tenant.group(*pid)).or_insert(Used { weight, cpu: Duration::ZERO, peer }).cpu += cpu;
         }
         used
     }
@@ -410,11 +413,14 @@ mod tests {
             }
             let had = used();
             child.kill().expect("killed");
-            child.wait().expect("its end");
             tenants.remove(child.id());
+            child.wait().expect("its end");
             let name = had.keys().find(|name| (*name == via) == stays).expect("its group");
-            let left = used().get(name).map(|used| (used.cpu >= had[name].cpu, used.weight));
-            assert_eq!(left, stays.then_some((true, 10)), "{via}");
+            // One look finds out what it had used at its end.
+            for looks in 0..2 {
+                let left = used().get(name).map(|used| (used.cpu >= had[name].cpu, used.weight));
+                assert_eq!(left, (stays || looks == 0).then_some((true, 10)), "{via}, {looks}");
+            }
             tenants.lock().ended.clear();
         }
     }

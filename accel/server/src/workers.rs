@@ -330,10 +330,12 @@ pub fn start(
         );
         // The caller waits for this.
         let _heard = told.send(Ok(()));
-        if let Err(e) = look_after(&tenants, &process, said, client).and_then(|()| process.wait()) {
+        let looked = look_after(&tenants, &process, said, client);
+        // It has its number, and its clock says what it has used, until it is waited for.
+        tenants.remove(process.pid);
+        if let Err(e) = looked.and_then(|()| process.wait()) {
             say!("tombolo accel: a worker can't be waited for: {e}");
         }
-        tenants.remove(process.pid);
         if let Some(ended) = ended {
             ended();
         }
