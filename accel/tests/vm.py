@@ -289,6 +289,19 @@ def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, v
 
 
 @claim
+def who_has_had_its_share_is_held_back_by_its_cgroup(host, vm, zone):
+    vm.ok("mkdir -p /cg/accel")
+    serve_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel")
+    # Each of these has a worker that starts, works and ends.
+    loop = "(while test -e /tmp/loops; do TOMBOLO_ACCEL=tcp:127.0.0.1:7790 clinfo >/dev/null 2>&1; done) & "
+    vm.ok("touch /tmp/loops; " + 3 * loop + "for i in $(seq 3000); do cat /cg/accel/*/cpu.idle 2>/dev/null | grep -q 1 && exit 0; sleep 0.02; done; "
+          "cat /tmp/served; exit 1")
+    vm.ok("rm /tmp/loops; for i in $(seq 300); do pidof clinfo >/dev/null || exit 0; sleep 0.1; done; exit 1")
+    expect("the group of one that asks for nothing", vm.ok("cat /cg/accel/*/cpu.idle /cg/accel/*/cpu.weight").split(), ["0", "30"])
+    end_in(vm)
+
+
+@claim
 def a_server_of_root_finds_a_cgroup_by_itself_and_none_stays_behind(host, vm, zone):
     group = serve_in(host, vm)
     pid = vm.ok("cat /tmp/server").strip()

@@ -288,6 +288,20 @@ mod tests {
     }
 
     #[test]
+    fn a_group_that_is_not_idle_any_more_has_its_weight() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let open = File::open(folder.path()).expect("it is there").into();
+        let group = Group { folder: folder.path().to_owned(), open, weight: 30 };
+        let file = |name: &str| std::fs::read_to_string(folder.path().join(name)).ok();
+        group.set_idle(true).expect("written");
+        assert_eq!((file(IDLE).as_deref(), file("cpu.weight")), (Some("1"), None));
+        group.set_idle(false).expect("written");
+        assert_eq!((file(IDLE).as_deref(), file("cpu.weight").as_deref()), (Some("0"), Some("30")));
+        // It is no control group, and has nothing to be killed.
+        std::mem::forget(group);
+    }
+
+    #[test]
     fn a_groups_name_says_whose_it_is() {
         for (name, server) in [
             ("worker-77-3", Some(77)),
