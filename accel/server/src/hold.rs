@@ -10,9 +10,13 @@ use crate::wall::spawn;
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A pass over a worker's threads may miss those that were started meanwhile; so many passes are made at once.
 const PASSES: u32 = 4;
+
+/// Whoever has many threads makes changing them take long; so it is changed again only after so many times as long.
+const RESTS: u32 = 32;
 
 /// How tenants of a server are held back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,9 +64,10 @@ pub struct Hold {
 enum Means {
     /// The control group of its VM, or its own.
     Group(Arc<Group>),
-    /// `settled`: all threads are as they were told to be, and so will be what they start.
+    /// `settled`: all threads are as they were told to be, and so will be what they start. They are left as they are until `rest` is over.
     Threads {
         settled: bool,
+        rest: Instant,
     },
     Stop,
 }
@@ -72,7 +77,7 @@ impl Hold {
     pub fn new(way: Way, pid: u32, process: Arc<OwnedFd>, group: Option<Arc<Group>>) -> Hold {
         let means = match (way, group) {
             (Way::Groups, Some(group)) => Means::Group(group),
-            (Way::Threads, _) => Means::Threads { settled: true },
+            (Way::Threads, _) => Means::Threads { settled: true, rest: Instant::now() },
             _ => Means::Stop,
         };
         Hold { pid, process, means, is_over: false }
@@ -91,12 +96,15 @@ impl Hold {
                     let _removed = group.set_idle(holds);
                 }
             }
-            Means::Threads { settled } => {
-                if (is_new || !*settled) && !ended() {
+            Means::Threads { settled, rest } => {
+                *settled &= !is_new;
+                let began = Instant::now();
+                if !*settled && began >= *rest && !ended() {
                     let policy = if holds { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
                     let is_done = (0..PASSES).any(|_| !set_process(self.pid, policy, others.is_some()));
                     // What has just been started is not known yet.
                     *settled = is_done && others.is_none();
+                    *rest = Instant::now() + RESTS * began.elapsed();
                 }
             }
             Means::Stop => {
@@ -113,6 +121,9 @@ impl Hold {
     /// Kills the worker.
     pub fn kill(&mut self) {
         let _ended = spawn::signal(self.process.as_fd(), libc::SIGKILL);
+        if let Means::Threads { rest, .. } = &mut self.means {
+            *rest = Instant::now();
+        }
         self.set(false, true, None);
         self.is_over = true;
     }
