@@ -1,15 +1,20 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Attacks the sessions of tombolo_bypass_host: wrong requests, files that outlive their process, a device that changes its driver meanwhile.
+"""Attacks the sessions of tombolo_bypass_host: wrong requests, files that outlive their process, a device that changes its driver meanwhile, and deaths of a
+supervisor and a QEMU in any order.
 
 sessions.py ADDRESS SECONDS: a PCI device that is alone in its IOMMU group and has the driver nvme. Exit code 0: each request was refused as it should be,
 all memory has gone back, and the device has its driver."""
 import array
 import errno
 import fcntl
+import mmap
 import os
+import random
+import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +22,11 @@ import time
 HUGE = 2 << 20
 DEVICES = "/sys/bus/pci/devices/"
 PIN, ADD, ON, OFF = 0x40287470, 0x40087471, 0x40087472, 0x40087473
+SET_IOMMU, SET_CONTAINER, GET_DEVICE = 0x3B66, 0x3B68, 0x3B6A
+TYPE1V2 = 3
+CONFIG = 7 << 40  # the place of the configuration space in a VFIO device's file
+COMMAND, MEMORY, MASTER = 4, 2, 4
+CC, MARK = 0x14, 0x460000  # the sizes of queue entries in an NVMe controller's configuration, which a reset clears
 
 
 def session():
@@ -229,6 +239,139 @@ def threads_in_one_session(address, seconds):
     print(counts)
 
 
+def group_of(address):
+    return "/dev/vfio/" + os.path.basename(os.readlink(f"{DEVICES}{address}/iommu_group"))
+
+
+def qemu(address, file, is_first, ready, go):
+    """A stand-in for QEMU: it has the group, the device and the session, and marks the device once that is untranslated."""
+    if is_first:
+        os.dup2(file, 200)  # Linux releases the files of a process that dies in the reverse order of their numbers: this one before VFIO's.
+        os.close(file)
+    container, group = os.open("/dev/vfio/vfio", os.O_RDWR), os.open(group_of(address), os.O_RDWR)
+    fcntl.ioctl(group, SET_CONTAINER, struct.pack("i", container))
+    fcntl.ioctl(container, SET_IOMMU, TYPE1V2)
+    vfio = fcntl.ioctl(group, GET_DEVICE, bytearray(address.encode() + b"\0"), True)
+    os.write(ready, b"x")
+    os.read(go, 1)
+    os.pwrite(vfio, struct.pack("<H", MEMORY | MASTER), CONFIG + COMMAND)
+    os.pwrite(vfio, struct.pack("<I", MARK), CC)
+    assert os.pread(vfio, 4, CC) == struct.pack("<I", MARK)
+    os.write(ready, b"x")
+    time.sleep(1000)
+
+
+def supervisor(address, is_first, report):
+    """A stand-in for a supervisor: it begins the session, starts a QEMU, switches the device on, and reports QEMU's number."""
+    file, memfd = session(), huge_memfd(8)
+    (ready, qemus_ready), (qemus_go, go) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(memfd)
+        qemu(address, file, is_first, qemus_ready, qemus_go)
+    pin(file, memfd, 0, 8 * HUGE, HUGE)
+    assert os.read(ready, 1)
+    ask(file, ADD, address)
+    ask(file, ON, address)
+    os.write(go, b"x")
+    assert os.read(ready, 1)
+    os.write(report, struct.pack("i", child))
+    time.sleep(1000)
+
+
+def forked(function, *arguments):
+    child = os.fork()
+    if child == 0:
+        try:
+            function(*arguments)
+        finally:
+            os._exit(1)
+    return child
+
+
+def left_in(address):
+    """The mark, or what is in its place. The device is bound to no driver and not open."""
+    write(f"{DEVICES}{address}/power/control", "on")
+    with open(f"{DEVICES}{address}/config", "r+b", buffering=0) as config:
+        config.seek(COMMAND)
+        config.write(struct.pack("<H", MEMORY))
+    file = os.open(f"{DEVICES}{address}/resource0", os.O_RDWR)
+    with mmap.mmap(file, 4096) as registers:
+        left = struct.unpack_from("<I", registers, CC)[0]
+    os.close(file)
+    write(f"{DEVICES}{address}/power/control", "auto")
+    return left
+
+
+def until(what, *arguments):
+    end = time.monotonic() + 60
+    while not what(*arguments):
+        assert time.monotonic() < end, f"{what.__name__}{arguments} does not come true"
+
+
+def can_be_opened(path):
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError as error:
+        assert error.errno == errno.EBUSY, error
+        return False
+    return True
+
+
+def is_gone(process):
+    return not os.path.exists(f"/proc/{process}")
+
+
+def is_in_the_kernel(process):
+    """It sleeps there for an event that no signal ends, or that only one ends."""
+    with open(f"/proc/{process}/wchan") as file:
+        return "vfio_unregister" in file.read()
+
+
+def die(order, address, child, grandchild):
+    """Kills the supervisor and its QEMU. With `unbound`, while somebody unbinds the device's driver, which waits for QEMU."""
+    unbinder = None
+    if order == "unbound":
+        unbinder = subprocess.Popen(["sh", "-c", f"echo {address} >{DEVICES}{address}/driver/unbind"])
+        until(is_in_the_kernel, unbinder.pid)
+    first, second = (grandchild, child) if order == "qemu" else (child, grandchild)
+    os.kill(first, signal.SIGKILL)
+    if order in ("supervisor", "qemu"):
+        time.sleep(random.random() / 5)
+    os.kill(second, signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(is_gone, grandchild)
+    if unbinder:
+        assert unbinder.wait(60) == 0
+    else:
+        until(can_be_opened, group_of(address))
+        write(f"{DEVICES}{address}/driver/unbind", address)
+
+
+def deaths(address, seconds, before):
+    """The device is reset, its configuration is what it was, and the memory has gone back, whoever dies first or at the same time."""
+    end = time.monotonic() + seconds
+    counts = dict.fromkeys(["both", "supervisor", "qemu", "unbound"], 0)
+    turn = 0
+    while time.monotonic() < end:
+        order = list(counts)[turn % 4]
+        assert bind(address, "vfio-pci")
+        ours, theirs = os.pipe()
+        child = forked(supervisor, address, turn % 8 < 4, theirs)
+        os.close(theirs)
+        grandchild = struct.unpack("i", os.read(ours, 4))[0]
+        os.close(ours)
+        die(order, address, child, grandchild)
+        all_free(before)
+        left = left_in(address)
+        assert left == 0, f"{order}: the device was not reset: {left:#x}"
+        assert bind(address, "nvme"), f"{order}: its driver does not take the device back"
+        counts[order] += 1
+        turn += 1
+    assert all(counts.values()), counts
+    print(f"deaths by what died first: {counts}")
+
+
 def main():
     address, before = sys.argv[1], free()
     wrong_pins(before)
@@ -241,6 +384,7 @@ def main():
     all_free(before)
     threads_in_one_session(address, float(sys.argv[2]))
     all_free(before)
+    deaths(address, float(sys.argv[2]), before)
     assert bind(address, "nvme")
     write(f"{DEVICES}{address}/driver_override", "\n")
 

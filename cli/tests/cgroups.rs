@@ -156,6 +156,21 @@ tombolo up
 state successor
 tombolo down
 state end
+tombolo up
+cd /tmp/p; crash; cd /sys/fs/cgroup
+tombolo down
+state stopped
+tombolo up
+cd /tmp/p; crash; cd /sys/fs/cgroup
+sleep 1000 &
+echo $! >"$(echo unit/tombolo-*)/cgroup.procs"
+tombolo down || echo "a cgroup stays: $?"
+kill $!
+tombolo down && state emptied
+mkdir -p /run/tombolo/passthrough
+echo '{' >/run/tombolo/passthrough/0000:00:1f.7.json
+tombolo down || echo "a device stays: $?"
+rm /run/tombolo/passthrough/0000:00:1f.7.json
 TOMBOLO_CGROUP=/sys/fs/cgroup/plain/inner tombolo up || state refused
 exec 9>unit/cgroup.kill
 while :; do
@@ -219,6 +234,8 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         ("cleaned", free),
         ("successor", taken),
         ("end", free),
+        ("stopped", free),
+        ("emptied", free),
         ("refused", free),
         ("unlocked", free),
     ];
@@ -235,6 +252,11 @@ fn the_cpus_of_an_isolated_vm_are_its_own_until_it_ends_however_that_comes_about
         "the VM 'a' has ended, and what it had of the host, such as its CPUs, is not given back yet",
         "-a/vcpus\n",
         "would give the CPUs of /sys/fs/cgroup/unit/tombolo-p-",
+        "-a given back: their VM died\n",
+        "can't be removed; see /sys/fs/cgroup/unit/tombolo-p-",
+        "a cgroup stays: 1\n",
+        "the record /run/tombolo/passthrough/0000:00:1f.7.json is damaged",
+        "a device stays: 1\n",
         "vm.a.isolate: the cgroup /sys/fs/cgroup/plain/inner lacks the controller cpuset; as root: echo +cpuset >/sys/fs/cgroup/plain/cgroup.subtree_control",
     ] {
         assert!(said.contains(words), "{words} is not in\n{said}");

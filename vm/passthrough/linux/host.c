@@ -10,6 +10,9 @@
  * The session pins the VM's memory itself, whatever VFIO pins. The memory goes back at the last close of the session's file, after each device
  * whose group still has the session's domain was stopped: bus mastering off, transactions done, DMA blocked, function reset. QEMU inherits the
  * file, so that close comes after the death of both the supervisor and QEMU.
+ *
+ * That close may be the supervisor's while another thread, QEMU's last, has VFIO close the device. VFIO then restores the device's configuration, as each
+ * reset does, from the one copy that the device has: with two at a time, one restores nothing. VFIO's own lock of the device keeps them apart.
  */
 #include <linux/capability.h>
 #include <linux/delay.h>
@@ -23,10 +26,12 @@
 #include <linux/mutex.h>
 #include <linux/pci.h>
 #include <linux/pid.h>
+#include <linux/pm_runtime.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 #include <linux/version.h>
+#include <linux/vfio_pci_core.h>
 
 #include "bypass.h"
 
@@ -45,7 +50,10 @@ struct tbp_bypassed {
 	struct list_head link; /* in its session */
 	struct list_head all;
 	struct pci_dev *pdev;
+	struct vfio_device *vfio; /* kept, with the module that frees it */
+	struct module *driver;
 	struct iommu_group *group;
+	bool used; /* untranslated since it is in the session */
 	struct iommu_domain domain; /* stands for `identity` */
 	struct iommu_domain *identity; /* of the IOMMU driver */
 	bool owns_identity;
@@ -91,6 +99,14 @@ static bool tbp_has_vfio(struct pci_dev *pdev)
 	return pdev->dev.driver && !strcmp(pdev->dev.driver->name, "vfio-pci");
 }
 
+/* What VFIO has for the device. The caller holds the device's lock. */
+static struct vfio_device *tbp_vfio(struct pci_dev *pdev)
+{
+	struct vfio_pci_core_device *core = tbp_has_vfio(pdev) ? dev_get_drvdata(&pdev->dev) : NULL;
+
+	return core ? &core->vdev : NULL;
+}
+
 /*
  * Has the device ask for the processors' caches with each access. VFIO tells KVM that this is so, and then KVM takes all of the guest's memory for
  * cached, whatever the guest says of it. But it is the IOMMU's translation that sees to it, and that is about to be left out.
@@ -109,13 +125,14 @@ static int tbp_on_locked(struct tbp_bypassed *one)
 	if (tbp_is_on(one))
 		return 0;
 	/* A paging domain of a user: VFIO has the group. After TBP_IOC_OFF it is blocked. */
-	if (!tbp_has_vfio(one->pdev) || !domain ||
+	if (tbp_vfio(one->pdev) != one->vfio || !domain ||
 	    (domain->type != IOMMU_DOMAIN_UNMANAGED && domain->type != IOMMU_DOMAIN_BLOCKED))
 		return -ENODEV;
 	ret = pci_reset_function_locked(one->pdev) ?: tbp_snoop(one->pdev);
 	if (ret)
 		return ret;
 	iommu_detach_group(domain, one->group);
+	one->used = true;
 	ret = iommu_attach_group(&one->domain, one->group);
 	/* VFIO may have given the group back just before: the next driver of the device must not find it untranslated. */
 	if (!ret && !iommu_group_dma_owner_claimed(one->group)) {
@@ -140,12 +157,15 @@ static int tbp_lock_device(struct pci_dev *pdev)
 
 static int tbp_on(struct tbp_bypassed *one)
 {
-	int ret = tbp_lock_device(one->pdev);
+	int ret;
 
-	if (ret)
-		return ret;
-	ret = tbp_on_locked(one);
-	pci_dev_unlock(one->pdev);
+	mutex_lock(&one->vfio->dev_set->lock);
+	ret = tbp_lock_device(one->pdev);
+	if (!ret) {
+		ret = tbp_on_locked(one);
+		pci_dev_unlock(one->pdev);
+	}
+	mutex_unlock(&one->vfio->dev_set->lock);
 	return ret;
 }
 
@@ -156,23 +176,58 @@ static void tbp_off(struct tbp_bypassed *one)
 		iommu_detach_group(&one->domain, one->group);
 }
 
-/* After this the device writes to no memory. VFIO has stopped a device that it has given back. */
+/*
+ * Whether VFIO has closed the device and not reset it, and nobody has it since: VFIO only tries to get the device's lock for that. The caller holds that lock
+ * and VFIO's.
+ */
+static bool tbp_is_unreset(struct tbp_bypassed *one)
+{
+	return container_of(one->vfio, struct vfio_pci_core_device, vdev)->needs_reset &&
+	       !iommu_group_dma_owner_claimed(one->group) &&
+	       (!one->pdev->dev.driver || tbp_has_vfio(one->pdev));
+}
+
+/*
+ * After this the device writes to no memory, and nothing of the guest's is left in it. Usually VFIO has stopped and reset it when it gave it back: then the
+ * session's domain is out.
+ *
+ * The device's lock may be held by who unbinds its driver and waits until VFIO has closed the device. No driver comes or goes then, and VFIO does not reset the
+ * device. Resets by others hold the lock of the configuration space, too.
+ */
 static void tbp_stop(struct tbp_bypassed *one)
 {
+	struct pci_dev *pdev = one->pdev;
+	bool locked, on;
 	int ret;
 
-	if (!tbp_is_on(one))
+	if (!one->used)
 		return;
-	pci_clear_master(one->pdev);
-	if (!pci_wait_for_pending_transaction(one->pdev))
-		pci_warn(one->pdev, "transactions are still pending; the IOMMU blocks them\n");
-	iommu_detach_group(&one->domain, one->group);
-	/* Only tried: the holder of the device's lock may wait for this process. If it is held, VFIO resets the device when its files are closed, next. */
-	ret = pci_try_reset_function(one->pdev);
-	if (ret)
-		pci_warn(one->pdev, "not reset (%d); the IOMMU blocks its DMA until VFIO has reset it\n", ret);
+	mutex_lock(&one->vfio->dev_set->lock);
+	locked = !tbp_lock_device(pdev);
+	if (!locked)
+		pci_cfg_access_lock(pdev);
+	on = tbp_is_on(one);
+	if (on || (locked && tbp_is_unreset(one))) {
+		/* One that VFIO has closed sleeps. */
+		pm_runtime_get_sync(&pdev->dev);
+		pci_clear_master(pdev);
+		if (!pci_wait_for_pending_transaction(pdev))
+			pci_warn(pdev, "transactions are still pending; the IOMMU blocks them\n");
+		if (on)
+			iommu_detach_group(&one->domain, one->group);
+		ret = pci_reset_function_locked(pdev);
+		if (ret)
+			pci_warn(pdev, "not reset (%d): reset it before a driver gets it\n", ret);
+		else
+			pci_info(pdev, "%s\n", on ? "stopped: its VM died with its supervisor" :
+						    "reset: VFIO could not");
+		pm_runtime_put(&pdev->dev);
+	}
+	if (locked)
+		pci_dev_unlock(pdev);
 	else
-		pci_info(one->pdev, "stopped: its VM died with its supervisor\n");
+		pci_cfg_access_unlock(pdev);
+	mutex_unlock(&one->vfio->dev_set->lock);
 }
 
 static struct tbp_bypassed *tbp_find(struct tbp_session *session, const struct tbp_device *wanted)
@@ -205,8 +260,12 @@ static int tbp_prepare(struct tbp_bypassed *one)
 		return -EMLINK;
 	if (!one->pdev->reset_methods[0])
 		return -EPERM;
-	if (!tbp_has_vfio(one->pdev))
+	one->vfio = tbp_vfio(one->pdev);
+	if (!one->vfio)
 		return -ENODEV;
+	one->driver = one->pdev->dev.driver->owner;
+	__module_get(one->driver); /* its driver is bound, and can't go under the device's lock */
+	get_device(&one->vfio->device);
 	one->identity = ops->identity_domain;
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0)
 	/* AMD's driver has no identity domain of its own there, and allocates one for each that asks. */
@@ -232,6 +291,10 @@ static void tbp_free(struct tbp_bypassed *one)
 {
 	if (one->owns_identity)
 		iommu_domain_free(one->identity);
+	if (one->vfio) {
+		put_device(&one->vfio->device);
+		module_put(one->driver);
+	}
 	iommu_group_put(one->group);
 	pci_dev_put(one->pdev);
 	kfree(one);

@@ -22,6 +22,7 @@ use crate::device::VFIO;
 use crate::host::{Host, link_name, text};
 use crate::lock;
 use crate::plan::Plan;
+use crate::usage::Use;
 
 /// The VM that a device was bound for, and its process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +45,12 @@ impl Owner {
     pub fn new(vm: &str, process: u32) -> io::Result<Owner> {
         let started = start_of(process).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         Ok(Owner { vm: vm.to_owned(), process, started })
+    }
+
+    /// The same of a VM that has ended, while the process lives on.
+    #[must_use]
+    pub fn ended(self) -> Owner {
+        Owner { process: NOBODY, started: 0, ..self }
     }
 
     /// Returns whether the process still runs.
@@ -96,6 +103,30 @@ pub enum BindError {
         /// The kernel's error.
         source: io::Error,
     },
+    /// The kernel refused a step on a device's way back. Its record stays.
+    #[error(
+        "{address} is not given back: {step} says {source}; `dmesg` says more. The next `tombolo down`, `tombolo up` or `tombolo clean` tries again"
+    )]
+    Return {
+        /// The PCI function whose step failed.
+        address: Address,
+        /// The file that was written.
+        step: String,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// A device that its own driver does not take back. Its record stays.
+    #[error(
+        "{address} is not given back: it has {found} instead of {wanted}; `dmesg` says why. The next `tombolo down`, `tombolo up` or `tombolo clean` resets it and tries again"
+    )]
+    NotTakenBack {
+        /// The PCI function that was probed.
+        address: Address,
+        /// The driver that has it, or "no driver".
+        found: String,
+        /// The driver that it came from.
+        wanted: String,
+    },
     /// A probe that ended with another driver.
     #[error("{address} went to {found} instead of {wanted}; `dmesg` says why")]
     WrongDriver {
@@ -142,6 +173,20 @@ pub enum BindError {
     },
 }
 
+impl BindError {
+    /// Returns whether another process is in the way, which ends by itself: a QEMU that is dying has the device open, or somebody has the lock of the
+    /// device or its IOMMU group for a moment.
+    fn passes(&self) -> bool {
+        match self {
+            BindError::Open(_) => true,
+            BindError::Return { source, .. } => {
+                matches!(source.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ResourceBusy)
+            }
+            _ => false,
+        }
+    }
+}
+
 /// The kernel's side of binding.
 pub trait Bus {
     /// Makes vfio-pci available.
@@ -173,8 +218,16 @@ impl Bus for Kernel {
     }
 }
 
+/// The driver of a device that has none, in messages.
+const NO_DRIVER: &str = "no driver";
+
 /// Time for another process to bind a device or to give it back.
 const HOLD: Duration = Duration::from_secs(60);
+
+/// The pause between two looks whether those in the way have ended.
+const PAUSE: Duration = Duration::from_millis(50);
+/// The number of no process (proc(5)), for a VM that has ended while the owner of its devices lives.
+const NOBODY: u32 = 0;
 
 /// The folder of records.
 #[derive(Debug, Clone)]
@@ -282,14 +335,15 @@ impl Store {
     }
 }
 
-/// Binds every device of the plan to vfio-pci, or none. Of two VMs that want a device at the same time, one gets it.
+/// Binds every device of the plan to vfio-pci, or none. Of two VMs that want a device at the same time, one gets it. Returns the devices that are to be given
+/// back when the owner has done with them: not those that were bound by hand before.
 pub fn bind(
     host: &Host,
     bus: &mut dyn Bus,
     store: &Store,
     plan: &Plan,
     owner: Option<&Owner>,
-) -> Result<(), BindError> {
+) -> Result<Vec<Address>, BindError> {
     bus.load_vfio()?;
     // In the order of the addresses, so that no two processes wait for each other.
     let mut all: Vec<Address> =
@@ -324,16 +378,38 @@ pub fn bind(
             return Err(error);
         }
     }
-    Ok(())
+    let mut taken: Vec<Address> = plan.take.iter().map(|(address, _)| *address).collect();
+    for address in &plan.ready {
+        // A VM that has ended could not give it back.
+        if let Some(known @ Record { owner: Some(_), .. }) = store.get(*address)? {
+            store.put(&Record { owner: owner.cloned(), ..known })?;
+            taken.push(*address);
+        }
+    }
+    Ok(taken)
 }
 
 /// Gives a device back to the driver it came from.
 pub fn release(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) -> Result<(), BindError> {
+    release_if(host, bus, store, address, |_| true)
+}
+
+/// As [`release`], if the device's record is such a one when no other process can change it any more.
+fn release_if(
+    host: &Host,
+    bus: &mut dyn Bus,
+    store: &Store,
+    address: Address,
+    is_wanted: impl Fn(&Record) -> bool,
+) -> Result<(), BindError> {
     if store.get(address)?.is_none() {
         return Err(BindError::NotOurs(address));
     }
     let _held = store.hold(address)?;
-    release_held(host, bus, store, address)
+    match store.get(address)? {
+        Some(record) if is_wanted(&record) => release_held(host, bus, store, address),
+        _ => Err(BindError::NotOurs(address)),
+    }
 }
 
 fn release_held(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) -> Result<(), BindError> {
@@ -343,24 +419,73 @@ fn release_held(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address)
         // Unplugged meanwhile: there is nothing to give back.
         return store.remove(address);
     }
-    if open_in_vm(host, address) {
+    let failed =
+        |step: &Path, source| BindError::Return { address, step: step.display().to_string(), source };
+    if open_in_vm(host, address).map_err(|e| failed(&folder, e))? {
         return Err(BindError::Open(address));
     }
+    let mut step =
+        |path: PathBuf, content: &str| bus.write(&path, content).map_err(|source| failed(&path, source));
     // An empty line clears the override (Linux drivers/base/driver.c, driver_set_override).
     let before = record.driver_override.as_deref().unwrap_or("");
-    step(bus, address, &folder.join("driver_override"), &format!("{before}\n"))?;
+    step(folder.join("driver_override"), &format!("{before}\n"))?;
     if driver_of(host, address).as_deref() == Some(VFIO) {
-        step(bus, address, &folder.join("driver/unbind"), &address.to_string())?;
+        step(folder.join("driver/unbind"), &address.to_string())?;
     }
-    if let Some(wanted) = &record.driver {
-        step(bus, address, &host.root().join("sys/bus/pci/drivers_probe"), &address.to_string())?;
-        expect_driver(host, address, wanted)?;
+    // VFIO only tries to reset a device that is closed. Whoever holds the device's lock then, as a reader of `driver_override` does, keeps the guest's
+    // requests in it, and the next driver would let it go on with them.
+    if driver_of(host, address).is_none() && folder.join("reset").exists() {
+        step(folder.join("reset"), "1")?;
+    }
+    if let Some(wanted) = record.driver {
+        step(host.root().join("sys/bus/pci/drivers_probe"), &address.to_string())?;
+        let found = driver_of(host, address);
+        if found.as_ref() != Some(&wanted) {
+            let found = found.unwrap_or_else(|| NO_DRIVER.into());
+            return Err(BindError::NotTakenBack { address, found, wanted });
+        }
     }
     store.remove(address)
 }
 
 /// Time for a VM that was killed together with its owner to let go of its memory, and then of its devices.
 const LETTING_GO: Duration = Duration::from_secs(30);
+
+/// Gives a device back whose VM has ended, after those that are still in the way. One that can't be given back is an orphan from then on: the next
+/// [`reclaim`] tries again.
+///
+/// # Errors
+/// They are in the way for longer than [`LETTING_GO`], or the kernel refuses a step.
+pub fn give_back(host: &Host, bus: &mut dyn Bus, store: &Store, address: Address) -> Result<(), BindError> {
+    let given = patiently(LETTING_GO, || release(host, bus, store, address));
+    if given.is_err() {
+        disown(store, address)?;
+    }
+    given
+}
+
+/// Notes that the owner of a device has ended. The owner's process may live on, as a supervisor does whose VM has died.
+fn disown(store: &Store, address: Address) -> Result<(), BindError> {
+    let _held = store.hold(address)?;
+    match store.get(address)? {
+        Some(Record { owner: Some(owner), address, driver, driver_override }) => {
+            store.put(&Record { owner: Some(owner.ended()), address, driver, driver_override })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Tries again for `limit` while others are in the way.
+fn patiently(limit: Duration, mut release: impl FnMut() -> Result<(), BindError>) -> Result<(), BindError> {
+    let begun = Instant::now();
+    loop {
+        match release() {
+            // Only the device itself tells that it was let go of.
+            Err(e) if e.passes() && begun.elapsed() < limit => sleep(PAUSE),
+            result => return result,
+        }
+    }
+}
 
 /// Devices of owners that died.
 #[derive(Debug, Default)]
@@ -380,16 +505,11 @@ pub fn reclaim(host: &Host, bus: &mut dyn Bus, store: &Store) -> Result<Reclaime
     let (orphans, failures) = store.orphans()?;
     let mut reclaimed = Reclaimed { given: Vec::new(), failures };
     for record in orphans {
-        let result = loop {
-            match release(host, bus, store, record.address) {
-                // Only the device itself tells that it was let go of.
-                Err(BindError::Open(_)) if begun.elapsed() < LETTING_GO => sleep(Duration::from_millis(50)),
-                result => break result,
-            }
-        };
+        let left = LETTING_GO.saturating_sub(begun.elapsed());
+        let result = patiently(left, || release_if(host, bus, store, record.address, Record::is_orphan));
         match result {
             Ok(()) => reclaimed.given.push(record.address),
-            // Another process has given it back meanwhile.
+            // Another process has given it back meanwhile, or has it for a VM.
             Err(BindError::NotOurs(_)) => {}
             Err(error) => reclaimed.failures.push(error),
         }
@@ -420,7 +540,7 @@ fn expect_driver(host: &Host, address: Address, wanted: &str) -> Result<(), Bind
     if found.as_deref() == Some(wanted) {
         return Ok(());
     }
-    let found = found.unwrap_or_else(|| "no driver".into());
+    let found = found.unwrap_or_else(|| NO_DRIVER.into());
     Err(BindError::WrongDriver { address, found, wanted: wanted.into() })
 }
 
@@ -433,9 +553,10 @@ fn override_of(host: &Host, address: Address) -> Option<String> {
         .filter(|name| !name.is_empty() && name != "(null)")
 }
 
-fn open_in_vm(host: &Host, address: Address) -> bool {
-    let devices = host.devices().unwrap_or_default();
-    devices.get(&address).is_some_and(|d| d.uses.iter().any(|u| matches!(u, crate::usage::Use::Vm { .. })))
+fn open_in_vm(host: &Host, address: Address) -> io::Result<bool> {
+    let devices = host.devices()?;
+    let is_vm = |used: &Use| matches!(used, Use::Vm { .. });
+    Ok(devices.get(&address).is_some_and(|device| device.uses.iter().any(is_vm)))
 }
 
 #[cfg(test)]
@@ -458,7 +579,7 @@ mod tests {
         let host = tree.host();
         let wanted: Vec<Address> = wanted.iter().map(|a| address(a)).collect();
         let plan = plan(&host.devices().unwrap(), host.has_iommu(), &wanted, true).unwrap();
-        bind(&host, bus, store, &plan, owner)
+        bind(&host, bus, store, &plan, owner).map(drop)
     }
 
     fn drivers(tree: &Tree) -> Vec<Option<String>> {
@@ -550,7 +671,74 @@ mod tests {
         failing.fail_at = Some(0);
         let reclaimed = reclaim(&tree.host(), &mut failing, &store).unwrap();
         assert_eq!(reclaimed.given, vec![address("02:00.0"), address("02:00.1")]);
-        assert!(matches!(reclaimed.failures[..], [BindError::Step { .. }]), "{:?}", reclaimed.failures);
+        assert!(matches!(reclaimed.failures[..], [BindError::Return { .. }]), "{:?}", reclaimed.failures);
+    }
+
+    /// A server whose card a VM had. The VM's owner has died.
+    fn with_an_orphan() -> (Tree, Store) {
+        let tree = Tree::server();
+        let store = Store::at(tree.path().join("records"));
+        let dead = Owner { vm: "dead".into(), process: 1, started: 1 }.ended();
+        bound(&tree, &mut FakeBus::new(&tree), &store, &["01:00.0"], Some(&dead)).unwrap();
+        (tree, store)
+    }
+
+    #[test]
+    fn a_device_is_reset_between_a_vm_and_its_driver() {
+        let (tree, store) = with_an_orphan();
+        let mut bus = FakeBus::new(&tree);
+        reclaim(&tree.host(), &mut bus, &store).unwrap();
+        assert_eq!(bus.resets, [None]);
+        assert_eq!(drivers(&tree)[1].as_deref(), Some("e1000e"));
+    }
+
+    #[test]
+    fn a_device_whose_lock_another_has_for_a_moment_is_given_back_after_that() {
+        for file in ["reset", "drivers_probe", "driver/unbind", "driver_override"] {
+            let (tree, store) = with_an_orphan();
+            let mut bus = FakeBus::new(&tree);
+            bus.busy = Some((file, 3));
+            let reclaimed = reclaim(&tree.host(), &mut bus, &store).unwrap();
+            assert_eq!(reclaimed.given, [address("01:00.0")], "{file}");
+            assert!(reclaimed.failures.is_empty() && bus.busy == Some((file, 0)), "{file}");
+        }
+        let busy = || Err(BindError::Open(address("01:00.0")));
+        assert!(matches!(patiently(Duration::ZERO, busy), Err(BindError::Open(_))), "there is a limit");
+    }
+
+    #[test]
+    fn a_device_that_its_driver_does_not_take_back_is_named_and_tried_again_by_the_next_command() {
+        let (tree, store) = with_an_orphan();
+        let host = tree.host();
+        let one = Owner::new("one", std::process::id()).unwrap();
+        bound(&tree, &mut FakeBus::new(&tree), &store, &["01:00.0"], Some(&one)).unwrap();
+        assert!(
+            reclaim(&host, &mut FakeBus::new(&tree), &store).unwrap().given.is_empty(),
+            "its owner lives"
+        );
+        let mut bus = FakeBus::new(&tree);
+        bus.broken = Some("e1000e");
+        // The VM has ended, its owner lives on.
+        let said = give_back(&host, &mut bus, &store, address("01:00.0")).unwrap_err().to_string();
+        for part in ["01:00.0 is not given back", "no driver instead of e1000e", "dmesg", "tombolo clean"] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        let again = reclaim(&host, &mut bus, &store).unwrap();
+        assert!(matches!(again.failures[..], [BindError::NotTakenBack { .. }]), "{:?}", again.failures);
+        assert_eq!(bus.resets.len(), 2);
+        assert_eq!(reclaim(&host, &mut FakeBus::new(&tree), &store).unwrap().given, [address("01:00.0")]);
+    }
+
+    #[test]
+    fn a_device_that_has_gone_to_another_vm_meanwhile_is_not_taken_from_it() {
+        let (tree, store) = with_an_orphan();
+        let (host, mut bus) = (tree.host(), FakeBus::new(&tree));
+        let one = Owner::new("one", std::process::id()).unwrap();
+        // After a look for orphans that found it.
+        bound(&tree, &mut bus, &store, &["01:00.0"], Some(&one)).unwrap();
+        let late = release_if(&host, &mut bus, &store, address("01:00.0"), Record::is_orphan);
+        assert!(matches!(late, Err(BindError::NotOurs(_))), "{late:?}");
+        assert_eq!(drivers(&tree)[1].as_deref(), Some(VFIO));
     }
 
     #[test]
@@ -580,7 +768,7 @@ mod tests {
         let two = Owner { vm: "two".into(), ..one.clone() };
         bound(&tree, &mut bus, &store, &["01:00.0"], Some(&one)).unwrap();
         for late in [
-            bind(&tree.host(), &mut bus, &store, &early, Some(&two)),
+            bind(&tree.host(), &mut bus, &store, &early, Some(&two)).map(drop),
             bound(&tree, &mut bus, &store, &["01:00.0"], Some(&two)),
             bound(&tree, &mut bus, &store, &["01:00.0"], None),
         ] {

@@ -76,6 +76,7 @@ impl Tree {
             ("class", format!("{class:#08x}\n")),
             ("numa_node", "-1\n".to_owned()),
             ("reset_method", "flr bus\n".to_owned()),
+            ("reset", String::new()),
             ("driver_override", "(null)\n".to_owned()),
         ] {
             self.write(&format!("{real}/{file}"), &content);
@@ -118,11 +119,18 @@ pub(crate) struct FakeBus {
     pub(crate) fail_at: Option<usize>,
     /// The process is killed before this write.
     pub(crate) killed_at: Option<usize>,
+    /// The file that says EAGAIN, and how often.
+    pub(crate) busy: Option<(&'static str, usize)>,
+    /// A driver that takes no device.
+    pub(crate) broken: Option<&'static str>,
+    /// The devices that were reset, as the driver of each was then.
+    pub(crate) resets: Vec<Option<String>>,
 }
 
 impl FakeBus {
     pub(crate) fn new(tree: &Tree) -> Self {
-        Self { root: tree.path().to_owned(), writes: 0, fail_at: None, killed_at: None }
+        let root = tree.path().to_owned();
+        Self { root, writes: 0, fail_at: None, killed_at: None, busy: None, broken: None, resets: Vec::new() }
     }
 }
 
@@ -138,7 +146,17 @@ impl Bus for FakeBus {
         if self.fail_at == Some(number) {
             return Err(io::Error::from_raw_os_error(22));
         }
+        if let Some((file, times @ 1..)) = &mut self.busy {
+            if path.ends_with(*file) {
+                *times -= 1;
+                return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+            }
+        }
         let devices = self.root.join("sys/bus/pci/devices");
+        if path.ends_with("reset") {
+            self.resets.push(link_name(&path.with_file_name("driver")));
+            return Ok(());
+        }
         if path.ends_with("driver/unbind") {
             return fs::remove_file(devices.join(content).join("driver"));
         }
@@ -153,6 +171,9 @@ impl Bus for FakeBus {
         let class = fs::read_to_string(folder.join("class"))?;
         let own = if class.starts_with("0x0108") { "nvme" } else { "e1000e" };
         let driver = if chosen.trim() == "vfio-pci" { "vfio-pci" } else { own };
+        if self.broken == Some(driver) {
+            return Ok(());
+        }
         symlink(self.root.join("sys/bus/pci/drivers").join(driver), folder.join("driver"))
     }
 }

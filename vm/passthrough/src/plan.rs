@@ -325,7 +325,9 @@ mod tests {
     #[test]
     fn a_device_that_cannot_be_reset_is_taken_with_a_warning() {
         let tree = Tree::server();
-        tree.write("sys/devices/pci0000:00/0000:01:00.0/reset_method", "\n");
+        let device = tree.path().join("sys/devices/pci0000:00/0000:01:00.0");
+        std::fs::remove_file(device.join("reset_method")).unwrap();
+        std::fs::remove_file(device.join("reset")).unwrap();
         assert!(try_plan(&tree, &["01:00.0"], false).unwrap().warnings[0].contains("cannot be reset"));
     }
 

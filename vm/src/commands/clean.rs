@@ -16,8 +16,8 @@ use tombolo_zone::door::Found;
 
 use crate::commands::cli::say;
 use crate::commands::client;
-use crate::machine::orphans::GivenBack;
-use crate::machine::{cgroup, growth, partition};
+use crate::machine::orphans::{GivenBack, OfHost};
+use crate::machine::{cgroup, partition};
 use crate::project::accelerator;
 use crate::project::state::{self, StateDir};
 
@@ -48,13 +48,13 @@ struct Leftover {
 /// When one can't be removed; the others are.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let base = state::base()?;
-    // A cgroup whose CPUs are its own has a child; both go with that.
-    let partitions = if options.dry_run {
-        GivenBack { given: partition::orphans()?, failures: Vec::new() }
+    let of_host = if options.dry_run {
+        let partitions = GivenBack { given: partition::orphans()?, failures: Vec::new() };
+        OfHost { partitions, ..OfHost::default() }
     } else {
-        partition::give_back_orphans()
+        OfHost::give_back(None)
     };
-    let mut errors = partitions.failures;
+    let mut errors: Vec<String> = of_host.failures().cloned().collect();
     let groups = cgroup::leftovers(Path::new(cgroup::ROOT), &living()?);
     let mut leftovers: Vec<Leftover> =
         groups.into_iter().map(|path| Leftover { path, what: GROUP }).collect();
@@ -73,19 +73,18 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
             say(&format!("{verb} {} ({})", leftover.path.display(), leftover.what))?;
         }
     }
-    let devices = if options.dry_run { GivenBack::default() } else { growth::give_back_orphans() };
-    errors.extend(devices.failures);
     if json {
-        let devices: Vec<String> = devices.given.iter().map(ToString::to_string).collect();
+        let devices: Vec<String> = of_host.devices.given.iter().map(ToString::to_string).collect();
+        let partitions = &of_host.partitions.given;
         say(&serde_json::to_string_pretty(&serde_json::json!({
-            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "partitions_given_back": partitions.given, "errors": errors,
+            "dry_run": options.dry_run, "removed": leftovers, "devices_given_back": devices, "partitions_given_back": partitions, "errors": errors,
         }))?)?;
     } else {
-        for address in devices.given {
+        for address in of_host.devices.given {
             say(&format!("gave {address} back to its driver: its VM died"))?;
         }
         let verb = if options.dry_run { "would give" } else { "gave" };
-        for path in partitions.given {
+        for path in of_host.partitions.given {
             say(&format!("{verb} the CPUs of {} back to the host: its VM died", path.display()))?;
         }
     }

@@ -16,9 +16,9 @@ use clap::{Args, Subcommand};
 use crate::commands::client::{self, OnInterrupt, Outcome, Progress};
 use crate::commands::{clean, config, copy, doctor, events, guest_doctor, logs, ps, terminal, up, upgrade};
 use crate::compose::{self, Project};
-use crate::machine::growth;
+use crate::machine::orphans::OfHost;
 use crate::project::control::{Event, Request};
-use crate::project::peer;
+use crate::project::peer::{self, Peer};
 use crate::project::state::{self, StateDir};
 use crate::project::stopped;
 use crate::project::supervisor;
@@ -300,45 +300,76 @@ fn diagnose(file: &File, vm: Option<&str>, json: bool) -> anyhow::Result<ExitCod
     Ok(if bad { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Stops VMs, without a name everything.
+/// Stops VMs, without a name everything, and gives the host back what VMs that have died still had of it.
+///
+/// # Errors
+/// Names what does not stop, and what the host has not again, each with its remedy.
 pub(crate) fn down(project: &Project, vms: Vec<String>, json: bool) -> anyhow::Result<ExitCode> {
-    let all = vms.is_empty();
     // Whatever has become of the folder for logs, what runs can be stopped.
-    let Some(mut peer) = peer::ask(project, &Request::Down { vms: vms.clone() })? else {
-        // Not that of a supervisor which has ended since: only its door would name it.
-        let dir = StateDir::own(project)?;
-        // Logs of a supervisor that died; one that is about to end keeps its lock until then.
-        if dir.path().exists() {
-            let _lock = dir.lock_within(ENDING)?;
-            dir.remove();
-        }
-        let devices = growth::give_back_orphans();
-        for address in devices.given {
-            crate::say!("{address} given back: its VM died");
-        }
-        for failure in devices.failures {
-            crate::say!("{failure}");
-        }
-        if json {
-            say(&serde_json::to_string(&Event::Done)?)?;
-        } else {
-            crate::say!("the project '{}' is not up", project.name);
-        }
-        if let Some(other) = state::another_users(&project.file)? {
-            crate::say!("{other}");
-        }
-        return Ok(ExitCode::SUCCESS);
+    let Some(peer) = peer::ask(project, &Request::Down { vms: vms.clone() })? else {
+        return down_dead(project, json);
     };
+    let outcome = down_living(project, &vms, peer, json)?;
+    if matches!(outcome, Outcome::Done) {
+        give_back(None, json)?;
+    }
+    finish(outcome)
+}
+
+/// Has the supervisor stop VMs.
+fn down_living(project: &Project, vms: &[String], mut peer: Peer, json: bool) -> anyhow::Result<Outcome> {
     // Before the answer: who interrupts the wait does not interrupt the stop.
-    let noted = stopped::add(project, &vms);
+    let noted = stopped::add(project, vms);
     let outcome = client::follow(&mut peer, &mut Progress::new(json), OnInterrupt::Leave);
     let noted = noted.context("the stop is not noted for the next boot")?;
     if outcome.is_err() && !noted.is_empty() {
         stopped::remove(project, &noted)?;
     }
-    if all && matches!(outcome, Ok(Outcome::Done)) {
+    if vms.is_empty() && matches!(outcome, Ok(Outcome::Done)) {
         // The supervisor ends right after its last word; the caller of `down` may count on it.
         peer.wait_ended(ENDING)?;
     }
-    finish(outcome?)
+    outcome
+}
+
+/// Removes what a supervisor that has died has left.
+fn down_dead(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
+    // Not that of a supervisor which has ended since: only its door would name it.
+    let dir = StateDir::own(project)?;
+    // Logs of a supervisor that died; one that is about to end keeps its lock until then.
+    if dir.path().exists() {
+        let _lock = dir.lock_within(ENDING)?;
+        dir.remove();
+    }
+    let name = dir.path().file_name().and_then(|name| name.to_str());
+    let given = give_back(name, json);
+    if !json {
+        crate::say!("the project '{}' is not up", project.name);
+    }
+    if let Some(other) = state::another_users(&project.file)? {
+        crate::say!("{other}");
+    }
+    given?;
+    if json {
+        say(&serde_json::to_string(&Event::Done)?)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Gives the host back what dead VMs had of it, and says so. `project` is the folder's name of a project that has no supervisor.
+///
+/// # Errors
+/// Names what the host has not again, each with its remedy.
+fn give_back(project: Option<&str>, json: bool) -> anyhow::Result<()> {
+    let of_host = OfHost::give_back(project);
+    for text in of_host.given() {
+        if json {
+            say(&serde_json::to_string(&Event::Note { text })?)?;
+        } else {
+            crate::say!("{text}");
+        }
+    }
+    let failures: Vec<&str> = of_host.failures().map(String::as_str).collect();
+    anyhow::ensure!(failures.is_empty(), "{}", failures.join("\n"));
+    Ok(())
 }

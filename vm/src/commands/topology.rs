@@ -424,7 +424,9 @@ fn libvirt(options: &LibvirtOptions) -> anyhow::Result<String> {
     let compose = crate::compose::Compose { reserve, ..Default::default() };
     let rules = placement::rules(&compose, &running(None)?, |_, vm| options.vm.as_deref() == Some(vm));
     let plan = placement::plan_all(&[request], &rules)?;
-    domain.place(&plan.vms[0], Vendor::of_host() == Vendor::Amd);
+    // libvirt makes no cgroup partition and can't say cpu-pm.
+    let dedicated = Dedicated::of(&plan.vms[0], false, None, &HostFlags::read());
+    domain.place(&plan.vms[0], Vendor::of_host() == Vendor::Amd, dedicated);
     domain.text()
 }
 

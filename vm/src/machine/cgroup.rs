@@ -14,6 +14,7 @@ use anyhow::Context;
 
 use crate::child::halted;
 use crate::compose::VmSpec;
+use crate::machine::partition;
 use crate::project::state::StateDir;
 
 /// The mount of all cgroups of version 2.
@@ -75,7 +76,7 @@ impl Group {
     }
 
     fn below(parent: &Path, project: &str, vm: &str, spec: &VmSpec) -> anyhow::Result<Group> {
-        let path = parent.join(format!("tombolo-{project}-{vm}"));
+        let path = parent.join(prefix(project) + vm);
         match fs::create_dir(&path) {
             // That of a supervisor that was killed.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
@@ -139,20 +140,43 @@ impl Drop for Group {
 /// among the `living`.
 #[must_use]
 pub fn leftovers(root: &Path, living: &BTreeSet<PathBuf>) -> Vec<PathBuf> {
+    let kept: Vec<String> =
+        living.iter().filter_map(|folder| Some(prefix(folder.file_name()?.to_str()?))).collect();
+    let is_empty = |path: &Path| {
+        fs::read_to_string(path.join("cgroup.procs")).is_ok_and(|procs| procs.trim().is_empty())
+    };
+    of_vms(root, |name, path| !kept.iter().any(|kept| name.starts_with(kept)) && is_empty(path))
+}
+
+/// Cgroups below `root` of the VMs of a project, by the name of its folder, that belong to this user. The processes in them may have not ended yet.
+#[must_use]
+pub fn of_project(root: &Path, project: &str) -> Vec<PathBuf> {
+    of_vms(root, |name, _| name.starts_with(&prefix(project)))
+}
+
+/// The begin of the names of the cgroups of a project's VMs.
+fn prefix(project: &str) -> String {
+    format!("tombolo-{project}-")
+}
+
+/// Removes a VM's cgroup, once the processes in it have ended.
+///
+/// # Errors
+/// They do not end.
+pub fn remove(group: &Path) -> anyhow::Result<()> {
+    partition::remove(&mut partition::Kernel, group)
+}
+
+/// This user's cgroups of VMs below `root`, those that are wanted by name and path.
+fn of_vms(root: &Path, is_wanted: impl Fn(&str, &Path) -> bool) -> Vec<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
-    let kept: Vec<String> = living
-        .iter()
-        .filter_map(|folder| Some(format!("tombolo-{}-", folder.file_name()?.to_str()?)))
-        .collect();
     let (mut found, mut folders) = (Vec::new(), vec![root.to_owned()]);
     while let Some(folder) = folders.pop() {
         let entries = fs::read_dir(&folder).into_iter().flatten().filter_map(Result::ok);
         for entry in entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
             let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
             let own = entry.metadata().is_ok_and(|meta| meta.uid() == user);
-            let empty =
-                fs::read_to_string(path.join("cgroup.procs")).is_ok_and(|procs| procs.trim().is_empty());
-            if own && empty && is_of_vm(&name) && !kept.iter().any(|kept| name.starts_with(kept)) {
+            if own && is_of_vm(&name) && is_wanted(&name, &path) {
                 found.push(path);
             } else {
                 folders.push(path);
@@ -338,6 +362,8 @@ mod tests {
         }
         let living = BTreeSet::from(["/run/tombolo/living-0123abcd".into()]);
         assert_eq!(leftovers(dir.path(), &living), [at("tombolo-left-over-0123abcd-a-b")]);
+        // Its supervisor has died, and its QEMU is about to.
+        assert_eq!(of_project(dir.path(), "full-0123abcd"), [at("tombolo-full-0123abcd-a")]);
     }
 
     #[test]

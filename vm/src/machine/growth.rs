@@ -128,8 +128,8 @@ impl Taken {
         let plan = plan(&host.devices()?, host.has_iommu(), &spec.addresses(), spec.whole_group)
             .with_context(|| format!("vm.{name}.devices"))?;
         let owner = Owner::new(name, std::process::id())?;
-        bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;
-        Ok(Taken { devices: plan.take.into_iter().map(|(address, _)| address).collect() })
+        let devices = bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;
+        Ok(Taken { devices })
     }
 }
 
@@ -148,8 +148,10 @@ impl Taken {
 impl Drop for Taken {
     fn drop(&mut self) {
         for address in &self.devices {
-            if let Err(e) = bind::release(&Host::at("/"), &mut Kernel, &Store::of_host(), *address) {
-                crate::say!("{e:#}");
+            match bind::give_back(&Host::at("/"), &mut Kernel, &Store::of_host(), *address) {
+                Ok(()) | Err(BindError::NotOurs(_)) => {}
+                // It is an orphan now, which the next command gives back, 'down' among them.
+                Err(e) => crate::say!("{e}"),
             }
         }
     }

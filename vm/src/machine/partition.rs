@@ -119,18 +119,27 @@ impl Store {
         }
     }
 
-    /// The records whose owners are dead. What can't be read is none: a record is written at once or not at all.
+    fn get(&self, group: &Path) -> Option<Record> {
+        read(&self.path(group))
+    }
+
+    /// The records whose owners are dead, or whose VMs have ended.
     fn orphans(&self) -> Vec<Record> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         let records = entries.filter_map(|entry| {
             let path = entry.path();
             let json = path.extension().is_some_and(|extension| extension == "json");
-            serde_json::from_slice::<Record>(&fs::read(path).ok().filter(|_| json)?).ok()
+            read(&path).filter(|_| json)
         });
         let mut orphans: Vec<Record> = records.filter(|record| !record.owner.is_alive()).collect();
         orphans.sort_by(|a, b| a.group.cmp(&b.group));
         orphans
     }
+}
+
+/// A record. What can't be read is none: a record is written at once or not at all.
+fn read(path: &Path) -> Option<Record> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
 /// The CPUs of a VM that are its own.
@@ -185,15 +194,20 @@ impl Partition {
     }
 
     fn give_back(self, kernel: &mut dyn Cgroups, store: &Store) -> anyhow::Result<()> {
-        let _locks = lock(&self.record.group)?;
-        undo(kernel, store, &self.record)
+        let given = lock(&self.record.group).and_then(|_locks| undo(kernel, store, &self.record));
+        if given.is_err() {
+            // The VM has ended, though its owner lives.
+            let owner = self.record.owner.ended();
+            store.put(&Record { owner, ..self.record })?;
+        }
+        given
     }
 }
 
 /// Gives the CPUs of a VM whose QEMU has ended back to the host.
 ///
 /// # Errors
-/// The kernel refuses a step. `clean` repeats it once the supervisor has ended.
+/// The kernel refuses a step. The next [`give_back_orphans`] repeats it.
 pub fn give_back(partition: Partition) -> anyhow::Result<()> {
     partition.give_back(&mut Kernel, &Store::of_user()?)
 }
@@ -217,16 +231,21 @@ pub fn give_back_orphans() -> GivenBack<PathBuf> {
 fn reclaim(kernel: &mut dyn Cgroups, store: &Store) -> GivenBack<PathBuf> {
     let mut result = GivenBack::default();
     for record in store.orphans() {
-        result.add(reclaim_one(kernel, store, &record).map(|()| record.group));
+        result.add(reclaim_one(kernel, store, &record).map(|given| given.then_some(record.group)));
     }
     result
 }
 
-fn reclaim_one(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Result<()> {
+/// Returns false where another process has given the CPUs back meanwhile, or has them for a VM.
+fn reclaim_one(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Result<bool> {
     let is_there = record.group.parent().is_some_and(Path::is_dir);
     let _locks = is_there.then(|| lock(&record.group)).transpose()?;
+    if store.get(&record.group).as_ref() != Some(record) {
+        return Ok(false);
+    }
     undo(kernel, store, record)?;
-    remove(kernel, &record.group)
+    remove(kernel, &record.group)?;
+    Ok(true)
 }
 
 /// Checks that a VM in a cgroup below `parent` could have these CPUs for itself. Nothing is changed.
@@ -370,7 +389,9 @@ fn undo(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Res
         kernel
             .write(&vcpus.join(KIND), "member")
             .and_then(|()| kernel.write(&vcpus.join(EXCLUSIVE), "\n"))
-            .with_context(|| format!("the CPUs {cpus} stay isolated by {}", vcpus.display()))?;
+            .with_context(|| {
+            format!("the CPUs {cpus} stay isolated by {}; to try again: tombolo clean", vcpus.display())
+        })?;
         let threads = fs::read_to_string(vcpus.join("cgroup.threads")).unwrap_or_default();
         for thread in threads.split_ascii_whitespace() {
             // One that has ended meanwhile needs no other place; the removal tells of any other failure.
@@ -387,7 +408,8 @@ fn undo(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Res
         if left != now {
             // An empty line would be no write at all.
             kernel.write(&ancestor.join(EXCLUSIVE), &format!("{left}\n")).with_context(|| {
-                format!("the CPUs {added} stay in {}", ancestor.join(EXCLUSIVE).display())
+                let file = ancestor.join(EXCLUSIVE);
+                format!("the CPUs {added} stay in {}; to try again: tombolo clean", file.display())
             })?;
         }
     }
@@ -395,7 +417,7 @@ fn undo(kernel: &mut dyn Cgroups, store: &Store, record: &Record) -> anyhow::Res
 }
 
 /// Removes a cgroup once the threads in it have ended.
-fn remove(kernel: &mut dyn Cgroups, path: &Path) -> anyhow::Result<()> {
+pub(super) fn remove(kernel: &mut dyn Cgroups, path: &Path) -> anyhow::Result<()> {
     let begun = Instant::now();
     loop {
         match kernel.remove(path) {
@@ -406,7 +428,10 @@ fn remove(kernel: &mut dyn Cgroups, path: &Path) -> anyhow::Result<()> {
             }
             removed => {
                 return removed.with_context(|| {
-                    format!("the cgroup {} can't be removed; see its cgroup.threads", path.display())
+                    let path = path.display();
+                    format!(
+                        "the cgroup {path} can't be removed; see {path}/cgroup.threads, then: tombolo clean"
+                    )
                 });
             }
         }

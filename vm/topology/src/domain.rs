@@ -5,6 +5,7 @@ use anyhow::{Context, Result, bail};
 use xmltree::{Element, EmitterConfig, XMLNode};
 
 use crate::cpus::CpuSet;
+use crate::dedicated::Dedicated;
 use crate::memory::{MIB, PageSize};
 use crate::plan::VmPlan;
 use crate::qemu;
@@ -68,11 +69,14 @@ impl Domain {
             .filter(|e| e.name == "hostdev" && e.attributes.get("type").is_some_and(|kind| kind == "pci"))
     }
 
-    /// Makes the domain as the plan says.
-    pub fn place(&mut self, plan: &VmPlan, amd: bool) {
+    /// Makes the domain as the plan says. `dedicated` is for a domain under KVM; libvirt has no word for `cpu-pm`.
+    pub fn place(&mut self, plan: &VmPlan, amd: bool, dedicated: Dedicated) {
         self.size(plan);
         self.tune(plan);
         self.processor(plan, amd);
+        if self.root.attributes.get("type").is_some_and(|kind| kind == "kvm") {
+            self.dedicate(dedicated);
+        }
         self.backing(plan);
         self.root_complexes(plan);
     }
@@ -155,8 +159,7 @@ impl Domain {
     fn processor(&mut self, plan: &VmPlan, amd: bool) {
         let cpu = self.part("cpu");
         let ours = |e: &Element| {
-            ["topology", "numa", "cache"].contains(&e.name.as_str())
-                || (e.name == "feature" && e.attributes.get("name").is_some_and(|name| name == "topoext"))
+            ["topology", "numa", "cache"].contains(&e.name.as_str()) || is_feature(e, "topoext")
         };
         cpu.children.retain(|node| !node.as_element().is_some_and(ours));
         let shape = plan.shape;
@@ -175,6 +178,25 @@ impl Domain {
         }
         let numa = numa(plan);
         cpu.children.push(XMLNode::Element(numa));
+    }
+
+    /// What KVM gives a VM whose vCPUs have CPUs of their own.
+    fn dedicate(&mut self, dedicated: Dedicated) {
+        let features = self.part("features");
+        let kvm = features.take_child("kvm");
+        let mut kvm = kvm.unwrap_or_else(|| Element::new("kvm"));
+        kvm.children.retain(|node| node.as_element().is_none_or(|e| e.name != "hint-dedicated"));
+        if dedicated.hint {
+            push(&mut kvm, "hint-dedicated", &[("state", "on")]);
+        }
+        if kvm.children.iter().any(|node| node.as_element().is_some()) {
+            features.children.push(XMLNode::Element(kvm));
+        }
+        let cpu = self.part("cpu");
+        cpu.children.retain(|node| node.as_element().is_none_or(|e| !is_feature(e, "invtsc")));
+        if dedicated.invtsc {
+            push(cpu, "feature", &[("policy", "require"), ("name", "invtsc")]);
+        }
     }
 
     fn backing(&mut self, plan: &VmPlan) {
@@ -227,6 +249,11 @@ impl Domain {
             }
         }
     }
+}
+
+/// Returns whether an element of `<cpu>` is about this feature.
+fn is_feature(element: &Element, name: &str) -> bool {
+    element.name == "feature" && element.attributes.get("name").is_some_and(|own| own == name)
 }
 
 /// libvirt counts vCPUs by slot, empty ones included.
@@ -396,9 +423,11 @@ mod tests {
         let mut domain = Domain::parse(xml).unwrap();
         let request = domain.request(Part::Host, Pages::Auto).unwrap();
         let plan = plan(host, rules, &[request]).unwrap();
-        domain.place(&plan.vms[0], true);
+        domain.place(&plan.vms[0], true, ALL);
         domain
     }
+
+    const ALL: Dedicated = Dedicated { hint: true, cpu_pm: false, invtsc: true };
 
     /// libvirt's own validator.
     fn is_valid(xml: &str) -> Result<(), String> {
@@ -466,7 +495,32 @@ mod tests {
             plan(&host(), &Rules::default(), &[request]).unwrap()
         };
         let mut twice = once.clone();
-        twice.place(&plan_of(&once).vms[0], true);
+        twice.place(&plan_of(&once).vms[0], true, ALL);
         assert_eq!(once.text().unwrap(), twice.text().unwrap());
+    }
+
+    #[test]
+    fn a_domain_under_kvm_is_told_what_its_own_cpus_allow() {
+        let kvm = XML
+            .replace("type='qemu'", "type='kvm'")
+            .replace("<cpu ", "<features><acpi/><kvm><hidden state='on'/></kvm></features><cpu ");
+        let given = placed(&host(), &kvm, &Rules::default());
+        let text = given.text().unwrap();
+        let words = ["<hint-dedicated state=\"on\" />", "<feature policy=\"require\" name=\"invtsc\" />"];
+        for part in words.into_iter().chain(["<hidden state=\"on\" />", "<acpi />"]) {
+            assert_eq!(text.matches(part).count(), 1, "{part}: {text}");
+        }
+        assert_eq!(is_valid(&text), Ok(()), "{text}");
+        // Placed where it shares its CPUs, and on a host whose TSC stops.
+        let request = given.request(Part::Host, Pages::Auto).unwrap();
+        let plan = plan(&host(), &Rules::default(), &[request]).unwrap();
+        let mut shared = given.clone();
+        shared.place(&plan.vms[0], true, Dedicated::default());
+        let text = shared.text().unwrap();
+        assert!(words.iter().all(|part| !text.contains(part)) && text.contains("<hidden"), "{text}");
+        assert_eq!(is_valid(&text), Ok(()), "{text}");
+        // Emulation has none of it.
+        let emulated = placed(&host(), XML, &Rules::default()).text().unwrap();
+        assert!(words.iter().all(|part| !emulated.contains(part)), "{emulated}");
     }
 }

@@ -186,7 +186,7 @@ mod tests {
         let shared = checked(&tree, "02:00.0").unwrap_err();
         assert!(matches!(shared, Refusal::Shared(_)), "{shared}");
         tree.write("sys/devices/pci0000:00/0000:01:00.0/reset_method", "");
-        std::fs::remove_file(tree.path().join("sys/devices/pci0000:00/0000:01:00.0/reset")).ok();
+        std::fs::remove_file(tree.path().join("sys/devices/pci0000:00/0000:01:00.0/reset")).unwrap();
         let unstoppable = checked(&tree, "01:00.0").unwrap_err();
         assert!(matches!(unstoppable, Refusal::NoReset(_)), "{unstoppable}");
     }

@@ -18,7 +18,8 @@ use super::requests::LOOK;
 use super::turn::Turn;
 use super::{Beside, Reporter, Supervisor};
 use crate::compose::{Project, VmSpec};
-use crate::machine::{Machine, disks, growth, partition, placement, stop};
+use crate::machine::orphans::OfHost;
+use crate::machine::{Machine, disks, placement, stop};
 use crate::project::changes::{Action, Kind, Wish};
 use crate::project::control::{Event, Stage};
 use crate::project::keeper::Part;
@@ -53,10 +54,8 @@ impl Supervisor {
         wish.check(&project)?;
         // All checks come before the first stop or start.
         // What can't be given back is a dead VM's. If this start needs it, a check below refuses it by name.
-        for text in
-            growth::give_back_orphans().failures.into_iter().chain(partition::give_back_orphans().failures)
-        {
-            reporter.send(&Event::Note { text });
+        for text in OfHost::give_back(None).failures() {
+            reporter.send(&Event::Note { text: text.clone() });
         }
         let (running, actions) = self.plan(&mut project, wish);
         let (promised, has_ports) = (|| self.promised(), |vm: &str| self.has_ports(vm));
