@@ -312,6 +312,26 @@ int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 
 /* --- whole calls ------------------------------------------------------------------------------------------------------ */
 
+/* Called after a copy of n bytes from 'at' on, before tfs_look_end: returns how many of them were the file's. A removal first stores the new size, and
+ * where it has unlinked blocks a reader finds a hole. -ESTALE: the inode was freed. */
+static tmb_s64 still_there(struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
+{
+	tmb_u64 size;
+
+	__atomic_thread_fence(__ATOMIC_ACQUIRE); /* the size after the copy */
+	size = tmb_load_acquire(&inode->size);
+	if (!tfs_is(inode, h))
+		return -ESTALE;
+	return (tmb_s64)(size <= at ? 0 : TFS_MIN(n, size - at));
+}
+
+tmb_s64 tfs_still_there(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	return inode ? still_there(inode, h, at, n) : -ESTALE;
+}
+
 tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, tmb_u64 offset)
 {
 	tmb_u64 size, done = 0;
@@ -331,6 +351,7 @@ tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, t
 		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
 		struct tfs_look look = tfs_look_begin(fs, h.ino);
 		struct tfs_run run;
+		tmb_s64 there;
 		int err = map_inode(fs, inode, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
 
 		if (err) {
@@ -342,10 +363,17 @@ tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, t
 			memcpy((tmb_u8 *)buf + done, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
 		else
 			memset((tmb_u8 *)buf + done, 0, n);
-		if (tfs_look_end(fs, &look))
-			done += n;
-		else if (++tries > TFS_READ_TRIES)
-			return done ? (tmb_s64)done : -EBUSY;
+		there = still_there(inode, h, at, n);
+		if (!tfs_look_end(fs, &look)) {
+			if (++tries > TFS_READ_TRIES)
+				return done ? (tmb_s64)done : -EBUSY;
+			continue;
+		}
+		if (there < 0)
+			return done ? (tmb_s64)done : there;
+		done += (tmb_u64)there;
+		if ((tmb_u64)there < n)
+			break;
 	}
 	return (tmb_s64)done;
 }

@@ -51,6 +51,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 		struct tfs_look look = tfs_look_begin(fs, inode->i_ino);
 		size_t skip = pos & (TFS_BLOCK - 1), n, done;
 		u64 size = tfs_size(fs, tmb_h(inode));
+		s64 there;
 
 		if (pos >= size) {
 			tfs_look_end(fs, &look);
@@ -65,6 +66,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 		}
 		n = min_t(u64, n, (run.count << TFS_BLOCK_SHIFT) - skip);
 		done = copy_out(fs, &run, skip, n, to);
+		there = tfs_still_there(fs, tmb_h(inode), pos, done);
 		if (!tfs_look_end(fs, &look)) {
 			iov_iter_revert(to, done);
 			if (++tries > TFS_READ_TRIES) {
@@ -73,6 +75,14 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 			}
 			cond_resched();
 			continue;
+		}
+		if (there < (s64)done) { /* another member has cut or removed the file meanwhile */
+			err = there < 0 ? there : 0;
+			there = there < 0 ? 0 : there;
+			iov_iter_revert(to, done - there);
+			pos += there;
+			total += there;
+			break;
 		}
 		pos += done;
 		total += done;

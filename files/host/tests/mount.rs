@@ -818,12 +818,12 @@ fn sendfile_sends_what_another_mount_had_written_at_the_last_stat() {
 }
 
 /// Writes `data` by one request of the kernel's asynchronous I/O, as `io_submit(2)` does it.
-fn write_asynchronously(file: &fs::File, data: &[u8]) -> i64 {
+fn write_asynchronously(file: &fs::File, data: &[u8], offset: u64) -> i64 {
     let mut context: libc::c_ulong = 0;
-    // struct iocb: key and flags 0, a pwrite by priority 0 to the descriptor, the buffer, its length, offset 0.
+    // struct iocb: key and flags 0, a pwrite by priority 0 to the descriptor, the buffer, its length, the offset.
     const PWRITE: u64 = 1;
     let (fd, buffer) = (file.as_raw_fd() as u64, data.as_ptr() as u64);
-    let mut request = [0u64, 0, PWRITE | fd << 32, buffer, data.len() as u64, 0, 0, 0];
+    let mut request = [0u64, 0, PWRITE | fd << 32, buffer, data.len() as u64, offset, 0, 0];
     let requests = [request.as_mut_ptr()];
     let mut event = [0i64; 4];
     // SAFETY: the arguments are as the calls want them; the buffers outlive the request, whose end is waited for.
@@ -850,10 +850,65 @@ fn one_large_asynchronous_append_is_in_the_file_in_its_order() {
             let mut open = fs::File::options();
             let file = open.append(true).create_new(true).custom_flags(flags).open(rig.at(&name));
             let file = file.expect("a new file");
-            assert_eq!(write_asynchronously(&file, data), data.len() as i64);
+            assert_eq!(write_asynchronously(&file, data, 0), data.len() as i64);
             let found = fs::read(rig.at(&name)).expect("the file");
             fs::remove_file(rig.at(&name)).expect("the file");
             assert!(found == data, "{name}: {} bytes in another order", found.len());
+        }
+    }
+}
+
+/// Then the kernel truncates the file to the size that it knows.
+#[test]
+fn an_asynchronous_write_that_fails_cuts_nothing_that_another_mount_has_appended() {
+    let rig = Rig::new();
+    let mut open = fs::File::options();
+    let mine = open.read(true).write(true).create(true).custom_flags(libc::O_DIRECT).open(rig.at("a/file"));
+    let mine = mine.expect("a new file");
+    let pages = vec![b'a'; 8192];
+    let page = &pages[pages.as_ptr().align_offset(4096)..][..4096];
+    mine.write_all_at(page, 0).expect("a page");
+    let mut other = fs::File::options().append(true).open(rig.at("b/file")).expect("the file");
+    other.write_all(&[b'b'; 5000]).expect("an append");
+    // No file of the zone reaches so far.
+    assert_eq!(write_asynchronously(&mine, page, 1 << 47), -i64::from(libc::EFBIG));
+    let found = fs::read(rig.at("b/file")).expect("the file");
+    assert!(found == [page, &[b'b'; 5000]].concat(), "{} bytes are left", found.len());
+    // What the program itself cuts goes.
+    mine.set_len(4096 + 2000).expect("a truncation");
+    other.write_all(b"more").expect("an append");
+    assert_eq!(mine.metadata().expect("attributes").len(), 4096 + 2000 + 4);
+    mine.set_len(1000).expect("a truncation");
+    assert_eq!(fs::read(rig.at("b/file")).expect("the file"), page[..1000]);
+}
+
+/// A process opens, locks and closes a file again and again: the kernel tells of its closes late.
+#[test]
+fn who_was_told_that_it_has_a_lock_of_a_mount_has_it_though_it_closed_the_file_a_moment_ago() {
+    let rig = Rig::new();
+    let (_, other) = both(&rig, "file");
+    let open = || fs::File::options().read(true).write(true).open(rig.at("a/file")).expect("the file");
+    // SAFETY: flock is plain data for which zero is valid: the whole file.
+    let mut whole: libc::flock = unsafe { std::mem::zeroed() };
+    whole.l_type = libc::F_WRLCK as libc::c_short;
+    // SAFETY: open files and valid structures.
+    let lock = |file: &fs::File, kind: usize| unsafe {
+        match kind {
+            0 => libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &whole),
+            1 => libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &whole),
+            _ => libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB),
+        }
+    };
+    for kind in 0..3 {
+        for round in 0..1500 {
+            let first = open();
+            let taken = lock(&first, kind);
+            drop(first);
+            assert_eq!(taken, 0, "{kind}, {round}: {}", std::io::Error::last_os_error());
+            let second = open();
+            assert_eq!(lock(&second, kind), 0, "{kind}, {round}: {}", std::io::Error::last_os_error());
+            std::thread::yield_now();
+            assert_eq!(lock(&other, kind), -1, "{kind}, {round}: two have the lock");
         }
     }
 }
@@ -1178,6 +1233,38 @@ fn the_close_of_a_removed_file_that_waits_for_a_suspended_member_delays_no_other
         mem.store_u64(lock, 0).expect("a word");
         resume(&rig);
         assert!(done, "a program that needs none of the suspended member's locks waits");
+    });
+}
+
+/// The kernel has the mount's process work on 64 closes at a time.
+#[test]
+fn closes_that_wait_for_a_suspended_member_delay_no_release_of_another_lock_however_many_they_are() {
+    let rig = Rig::new();
+    let mem = rig.owner.as_ref().expect("an owner").mem();
+    let exclusive = rustix::fs::FlockOperation::LockExclusive;
+    let (held, waiting) = (both(&rig, "other").0, both(&rig, "other").0);
+    rustix::fs::flock(&held, exclusive).expect("a lock");
+    let removed: Vec<fs::File> = (0..100)
+        .map(|i| {
+            let file = fs::File::create(rig.at(&format!("a/f{i}"))).expect("create");
+            fs::remove_file(rig.at(&format!("b/f{i}"))).expect("unlink");
+            file
+        })
+        .collect();
+    let locks: Vec<u64> = removed.iter().map(|f| lock_of(&rig, f.metadata().expect("stat").ino())).collect();
+    suspend_with(&rig, &locks);
+    drop(removed);
+    let waits = |lock: &&u64| mem.load_u64(**lock + 8).expect("a word") != 0;
+    wait_until(|| locks.iter().filter(waits).count() >= 64);
+    drop(held);
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| rustix::fs::flock(&waiting, exclusive));
+        wait_until(|| next.is_finished());
+        let done = next.is_finished();
+        locks.iter().for_each(|lock| mem.store_u64(*lock, 0).expect("a word"));
+        resume(&rig);
+        assert!(done, "it waits for the suspended member, too");
+        assert_eq!(next.join().expect("no panic"), Ok(()));
     });
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use rustix::io::Errno;
 use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Attr, Create, FileLock, Filesystem, Handle, Mkfs, ROOT};
-use tombolo_files::fuse::abi::Cursor;
+use tombolo_files::fuse::abi::{self, Cursor};
 use tombolo_files::fuse::locks::{Locks, Request};
 use tombolo_files::{fsck, sys};
 
@@ -551,16 +551,20 @@ fn an_append_waits_for_no_lock_of_a_range() {
     zone.assert_undamaged();
 }
 
-/// A mount's request for a whole file's lock (`fuse_lk_in`).
-fn request(owner: u64, type_: i32) -> Request {
+/// A mount's request for a whole file's lock (`fuse_lk_in`), through an open file.
+fn request_through(handle: u64, owner: u64, type_: i32, flags: u32) -> Request {
     let mut body = Vec::new();
-    for word in [owner, owner, 0, i64::MAX as u64] {
+    for word in [handle, owner, 0, i64::MAX as u64] {
         body.extend_from_slice(&word.to_ne_bytes());
     }
-    for word in [type_ as u32, 1, 0] {
+    for word in [type_ as u32, 1, flags] {
         body.extend_from_slice(&word.to_ne_bytes());
     }
     Request::parse(Cursor(&body)).expect("a request")
+}
+
+fn request(owner: u64, type_: i32) -> Request {
+    request_through(owner, owner, type_, 0)
 }
 
 /// One thread of a process closes a descriptor of the file while another one takes a lock through a second descriptor, which it then closes.
@@ -577,14 +581,80 @@ fn a_lock_of_a_mount_that_is_taken_during_a_close_is_released_by_the_next_close(
         // SAFETY: the lock's second word.
         let waits = unsafe { AtomicU64::from_ptr(inode.as_ptr().wrapping_add(1)) };
         wait_until(|| waits.load(SeqCst) != 0);
-        locks.flush(&mounted, locked, 1).expect("the first close");
+        locks.flush(&mounted, locked, 1, 1).expect("the first close");
         inode.store(0, SeqCst);
         set.join().expect("no panic").expect("a lock");
     });
-    locks.flush(&mounted, locked, 1).expect("the second close");
+    locks.flush(&mounted, locked, 1, 1).expect("the second close");
     let found = mounted.get_lock(locked, &range(2, sys::TFS_LK_WRITE)).map(|found| found.type_);
     assert_eq!(found, Ok(sys::TFS_LK_UNLOCK), "no process is left that could release the lock");
     drop((suspended, mounted));
+    zone.assert_undamaged();
+}
+
+/// The kernel does not wait for the RELEASE of an open file: close(2) returns, and the process opens and locks the file again.
+#[test]
+fn a_late_release_of_an_open_file_of_a_mount_takes_no_lock_that_was_taken_since() {
+    let zone = Zone::new();
+    let mounted = zone.open(0);
+    let (locked, locks) = (file(&mounted, "locked"), Locks::default());
+    let set = |handle, owner, type_| locks.set(&mounted, locked, &request_through(handle, owner, type_, 0));
+    assert_eq!(set(1, 7, libc::F_WRLCK), Ok(()));
+    locks.flush(&mounted, locked, 1, 7).expect("a close");
+    assert_eq!(set(2, 7, libc::F_WRLCK), Ok(()));
+    locks.release(&mounted, 1).expect("the RELEASE of what was closed");
+    assert_eq!(set(3, 8, libc::F_WRLCK), Err(Errno::AGAIN), "the process was told that it has the lock");
+    locks.flush(&mounted, locked, 2, 7).expect("a close");
+    locks.release(&mounted, 2).expect("its RELEASE");
+    assert_eq!(set(3, 8, libc::F_WRLCK), Ok(()));
+    drop(mounted);
+    zone.assert_undamaged();
+}
+
+/// The kernel gives an open file the number of one that was closed a moment ago.
+#[test]
+fn the_flock_of_an_open_file_of_a_mount_is_not_that_of_an_earlier_one_with_its_number() {
+    let zone = Zone::new();
+    let mounted = zone.open(0);
+    let (locked, locks) = (file(&mounted, "locked"), Locks::default());
+    let flock = |handle, owner, type_| {
+        locks.set(&mounted, locked, &request_through(handle, owner, type_, abi::LK_FLOCK))
+    };
+    assert_eq!(flock(1, 7, libc::F_WRLCK), Ok(()));
+    let mut second = flock(2, 7, libc::F_WRLCK);
+    locks.release(&mounted, 1).expect("the RELEASE of the first open file");
+    if second == Err(Errno::AGAIN) {
+        second = flock(2, 7, libc::F_WRLCK);
+    }
+    assert_eq!(second, Ok(()), "no other open file is left");
+    assert_eq!(
+        flock(3, 8, libc::F_WRLCK),
+        Err(Errno::AGAIN),
+        "the second open file was told that it has the lock"
+    );
+    locks.release(&mounted, 2).expect("its RELEASE");
+    assert_eq!(flock(3, 8, libc::F_WRLCK), Ok(()));
+    drop(mounted);
+    zone.assert_undamaged();
+}
+
+#[test]
+fn a_request_for_a_lock_of_a_mount_does_not_fail_because_of_an_open_file_that_was_closed() {
+    let zone = Zone::new();
+    let mounted = zone.open(0);
+    let (locked, locks) = (file(&mounted, "locked"), Locks::default());
+    let flock =
+        |handle| locks.set(&mounted, locked, &request_through(handle, handle, libc::F_WRLCK, abi::LK_FLOCK));
+    assert_eq!(flock(1), Ok(()));
+    locks.flush(&mounted, locked, 1, 7).expect("the close");
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| flock(2));
+        locks.release(&mounted, 1).expect("the RELEASE");
+        assert_eq!(asked.join().expect("no panic"), Ok(()));
+    });
+    locks.flush(&mounted, locked, 2, 7).expect("a close of one of two descriptors");
+    assert_eq!(flock(3), Err(Errno::AGAIN), "the other descriptor has the lock");
+    drop(mounted);
     zone.assert_undamaged();
 }
 

@@ -76,6 +76,12 @@ impl Filesystem {
         Ok(run)
     }
 
+    /// Returns how many of n bytes from `at` on were the file's. Called with a pin after [`Filesystem::map`].
+    pub fn still_there(&self, ino: impl Into<Handle>, at: u64, n: u64) -> Result<u64> {
+        // SAFETY: an open handle.
+        check_len(unsafe { sys::tfs_still_there(self.raw(), raw(ino), at, n) })
+    }
+
     /// Sets the size.
     pub fn truncate(&self, ino: impl Into<Handle>, size: u64, kill_suid: bool) -> Result<()> {
         // SAFETY: an open handle.

@@ -114,15 +114,15 @@ impl Server {
         let (flags, mode, umask, open_flags) = (u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
         let name = c.name().ok_or_else(short)?;
         let mode = (mode & !S_IFMT) | S_IFREG;
+        let flags = flags as i32;
         if h.opcode == op::TMPFILE {
             let made = self.make(h, h.node, None, mode, umask, 0, None)?;
-            return self.opened(h, made, name).map(Reply::Body);
+            return self.opened(h, made, name, flags).map(Reply::Body);
         }
-        let flags = flags as i32;
         for _ in 0..TRIES {
             match self.make(h, h.node, Some(name), mode, umask, 0, None) {
                 Err(Errno::EXIST) if flags & libc::O_EXCL == 0 => {}
-                made => return self.opened(h, made?, name).map(Reply::Body),
+                made => return self.opened(h, made?, name, flags).map(Reply::Body),
             }
             match self.open_found(h, name, flags, open_flags & abi::OPEN_KILL_SUIDGID != 0) {
                 Err(Errno::NOENT) => {} // removed meanwhile
@@ -133,7 +133,7 @@ impl Server {
     }
 
     /// Counts an open of an inode that was made open, and replies.
-    fn opened(&self, h: &Header, made: Handle, name: &[u8]) -> Result<Out> {
+    fn opened(&self, h: &Header, made: Handle, name: &[u8], flags: i32) -> Result<Out> {
         let attr = match self.fs.getattr(made) {
             Ok(attr) => attr,
             Err(e) => {
@@ -142,11 +142,14 @@ impl Server {
             }
         };
         self.nodes.open(&self.fs, made)?;
-        Ok(self.open_reply(h, &attr, name))
+        Ok(self.open_reply(h, &attr, name, flags))
     }
 
-    fn open_reply(&self, h: &Header, attr: &Attr, name: &[u8]) -> Out {
-        self.nodes.looked_up(Handle::from(attr), self.nodes.handle(h.node).ino, name);
+    fn open_reply(&self, h: &Header, attr: &Attr, name: &[u8], flags: i32) -> Out {
+        self.nodes.looked_up(attr, self.nodes.handle(h.node).ino, name);
+        if flags & libc::O_DIRECT != 0 {
+            self.nodes.set_direct(self.nodes.number(Handle::from(attr)));
+        }
         let mut out = entry_out(&self.nodes, attr);
         out.bytes(&open_out(self.locks.open()).0);
         out
@@ -170,7 +173,7 @@ impl Server {
             false => Err(Errno::STALE),
         });
         match opened {
-            Ok(attr) => Ok(self.open_reply(h, &attr, name)),
+            Ok(attr) => Ok(self.open_reply(h, &attr, name, flags)),
             Err(e) => {
                 self.nodes.release(&self.fs, self.nodes.number(found))?;
                 Err(e)

@@ -5,14 +5,19 @@
 //! end of owners differently: a FLUSH with the owner for each close by a process; for an open file only the RELEASE of its handle. So
 //! every open has a handle of its own, whose release also releases its locks.
 //!
+//! No process waits for a RELEASE. When it comes, its process may have locked the file again through another descriptor, and another open file may
+//! have got its number. So the owner of a flock is its handle, which no other open file gets, and a release leaves an owner that has locks through
+//! another open file alone. A request that would fail because of an open file that is being closed waits for its RELEASE.
+//!
 //! A request that must wait does not block a serving thread: it goes to one waiting thread, which tries again when a lock may have
 //! become free: a doorbell rang, or a request here released one. Without a doorbell it polls 50 times a second while a request waits.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -28,6 +33,10 @@ const LOOK: Duration = Duration::from_millis(20);
 const LOOK_ANYWAY: Duration = Duration::from_secs(1);
 /// The waiting thread waits so long for a suspended member that is changing the locks of a file, then tries those of other files.
 const SUSPENDED: Duration = Duration::from_millis(50);
+/// A request waits so long for the RELEASE of an open file of which a descriptor was closed. Another process may have that file open still.
+const CLOSING: Duration = Duration::from_millis(500);
+/// So often a request is tried again when a lock that was in its way is gone.
+const TRIES: u32 = 100;
 /// Interrupts of requests that do not wait here (yet) are remembered up to this number; most are of requests that are answered by now.
 const INTERRUPTS: usize = 64;
 const END: u64 = i64::MAX as u64;
@@ -40,13 +49,44 @@ struct Holder {
     kind: u32,
 }
 
+/// What was locked through an open file.
+#[derive(Default)]
+struct Through {
+    holders: HashSet<Holder>,
+    /// When a descriptor of it was closed, maybe the last one, since its last lock.
+    closed: Option<Instant>,
+}
+
 #[derive(Default)]
 struct Held {
-    holders: HashSet<Holder>,
-    /// The owners that each open file's locks were taken as.
-    handles: HashMap<u64, HashSet<Holder>>,
-    /// Owners whose processes were killed while they waited for the release of their locks. A new process may get the number of one.
+    /// The owners that may have locks, with the open files through which they took them.
+    holders: HashMap<Holder, HashSet<u64>>,
+    handles: HashMap<u64, Through>,
+    /// Owners whose locks are being released: of open files, and of processes that were killed while they waited for that. A new owner may get such a
+    /// number.
     late: HashSet<Holder>,
+}
+
+impl Held {
+    /// Returns how long the end of the owner's locks is still to be expected: they are being released, or its open file may be closed.
+    fn expected(&self, holder: &Holder) -> Option<Duration> {
+        if self.late.contains(holder) {
+            return Some(CLOSING);
+        }
+        let handles = self.holders.get(holder)?.iter().filter_map(|handle| self.handles.get(handle));
+        handles.filter_map(|through| CLOSING.checked_sub(through.closed?.elapsed())).max()
+    }
+
+    /// The open file is closed. Returns whether the owner's locks are to be released: it took them through that file, and has not closed it since.
+    fn leave(&mut self, holder: &Holder, handle: u64) -> bool {
+        let Entry::Occupied(mut entry) = self.holders.entry(*holder) else { return false };
+        let last = entry.get_mut().remove(&handle) && entry.get().is_empty();
+        if last {
+            entry.remove();
+            self.late.insert(*holder);
+        }
+        last
+    }
 }
 
 struct Waiter {
@@ -96,6 +136,8 @@ impl Queue {
 pub struct Locks {
     handles: AtomicU64,
     held: Mutex<Held>,
+    /// The locks of an open file were released.
+    released: Condvar,
     queue: Mutex<Queue>,
     arrived: Condvar,
     stop: AtomicBool,
@@ -120,7 +162,7 @@ impl Request {
         };
         let flock = flags & abi::LK_FLOCK != 0;
         let lock = FileLock {
-            owner,
+            owner: if flock { handle } else { owner },
             start,
             end: if end >= END { !0 } else { end },
             type_: kind,
@@ -154,11 +196,44 @@ impl Locks {
 
     /// Takes or releases a lock without waiting.
     pub fn set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
-        let done = self.try_set(fs, ino, request);
+        let mut done = self.try_set(fs, ino, request);
+        for _ in 0..TRIES {
+            if done != Err(Errno::AGAIN) || !self.await_release(fs, ino, &request.lock) {
+                break;
+            }
+            done = self.try_set(fs, ino, request);
+        }
         if request.lock.type_ != sys::TFS_LK_WRITE {
             self.look();
         }
         done
+    }
+
+    /// Waits for the end of a lock of this mount that is in the way of 'lock', if its open file is being closed. Returns whether it is gone.
+    fn await_release(&self, fs: &Filesystem, ino: Handle, lock: &FileLock) -> bool {
+        let in_the_way = || fs.get_lock(ino, lock).ok().map(|found| (found.type_, found.member, found.owner));
+        let mut holder = Holder { ino, owner: lock.owner, kind: lock.kind };
+        let mut found = None;
+        // Else an earlier owner with its number is in the way.
+        if !held(self).late.contains(&holder) {
+            found = in_the_way();
+            let Some((type_, member, owner)) = found else { return false };
+            if type_ == sys::TFS_LK_UNLOCK {
+                return true;
+            }
+            if fs.area().incarnation().is_some_and(|own| own.member != member) {
+                return false;
+            }
+            holder.owner = owner;
+        }
+        let held = held(self);
+        let Some(time) = held.expected(&holder) else {
+            drop(held);
+            // It may have been released since it was found.
+            return in_the_way() != found;
+        };
+        let waited = self.released.wait_timeout_while(held, time, |held| held.expected(&holder).is_some());
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     fn try_set(&self, fs: &Filesystem, ino: Handle, request: &Request) -> Result<()> {
@@ -169,8 +244,10 @@ impl Locks {
         }
         let holder = Holder { ino, owner: lock.owner, kind: lock.kind };
         let remember = |held: &mut Held| {
-            held.holders.insert(holder);
-            held.handles.entry(request.handle).or_default().insert(holder);
+            held.holders.entry(holder).or_default().insert(request.handle);
+            let through = held.handles.entry(request.handle).or_default();
+            through.holders.insert(holder);
+            through.closed = None;
         };
         {
             let mut held = held(self);
@@ -259,12 +336,18 @@ impl Locks {
         Ok(out)
     }
 
-    /// A process closed a file: releases its POSIX locks on it. INTR: the process was killed while it waited for a suspended member, and the caller
-    /// calls [`Locks::flush_late`].
-    pub fn flush(&self, fs: &Filesystem, ino: Handle, owner: u64) -> Result<()> {
+    /// A process closed a descriptor of an open file: releases its POSIX locks on it. INTR: the process was killed while it waited for a suspended
+    /// member, and the caller calls [`Locks::flush_late`].
+    pub fn flush(&self, fs: &Filesystem, ino: Handle, handle: u64, owner: u64) -> Result<()> {
         let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
-        if !held(self).holders.remove(&holder) {
-            return Ok(());
+        {
+            let mut held = held(self);
+            if let Some(through) = held.handles.get_mut(&handle) {
+                through.closed = Some(Instant::now());
+            }
+            if held.holders.remove(&holder).is_none() {
+                return Ok(());
+            }
         }
         let done = self.give_back(fs, &holder);
         if done == Err(Errno::INTR) {
@@ -278,6 +361,7 @@ impl Locks {
         let holder = Holder { ino, owner, kind: sys::TFS_LK_POSIX };
         let done = self.give_back(fs, &holder);
         held(self).late.remove(&holder);
+        self.released.notify_all();
         self.look();
         done
     }
@@ -287,9 +371,16 @@ impl Locks {
         let gone: Vec<Holder> = {
             let mut held = held(self);
             let Some(through) = held.handles.remove(&handle) else { return Ok(()) };
-            through.into_iter().filter(|holder| held.holders.remove(holder)).collect()
+            through.holders.into_iter().filter(|holder| held.leave(holder, handle)).collect()
         };
-        gone.iter().try_for_each(|holder| self.give_back(fs, holder))
+        let mut all = Ok(());
+        for holder in gone {
+            let done = self.give_back(fs, &holder);
+            held(self).late.remove(&holder);
+            all = all.and(done);
+        }
+        self.released.notify_all();
+        all
     }
 
     /// Runs the waiting thread until [`Locks::stop`].

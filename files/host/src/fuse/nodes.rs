@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use crate::fs::{Filesystem, Handle, Result};
+use crate::fs::{Attr, Filesystem, Handle, Result};
 
 fn ino_of(number: u64) -> u64 {
     number & ((1 << INO_BITS) - 1)
@@ -26,6 +26,10 @@ struct Node {
     place: Option<(u64, Box<[u8]>)>,
     /// The end of the last event about a change of its data.
     modify_told: u64,
+    /// The size that the kernel knows: it was told so, or its own writes made it.
+    size: u64,
+    /// A program has opened or written it with O_DIRECT.
+    direct: bool,
 }
 
 const SHARDS: usize = 64;
@@ -59,12 +63,13 @@ impl Nodes {
     }
 
     /// Counts a lookup: an entry was sent to the kernel, for this name of a directory.
-    pub fn looked_up(&self, handle: Handle, dir: u64, name: &[u8]) {
-        let number = self.number(handle);
+    pub fn looked_up(&self, attr: &Attr, dir: u64, name: &[u8]) {
+        let number = self.number(Handle::from(attr));
         let mut shard = self.shard(number);
         let node = shard.entry(number).or_default();
         node.lookups += 1;
-        node.generation = handle.generation;
+        node.generation = attr.generation;
+        node.size = attr.size;
         if node.place.as_ref().is_none_or(|(d, n)| (*d, &**n) != (dir, name)) && name != b"." && name != b".."
         {
             node.place = Some((dir, name.into()));
@@ -86,6 +91,32 @@ impl Nodes {
         if let Some(node) = self.shard(number).get_mut(&number) {
             node.modify_told = end;
         }
+    }
+
+    /// The kernel is told this size.
+    pub fn set_size(&self, number: u64, size: u64) {
+        if let Some(node) = self.shard(number).get_mut(&number) {
+            node.size = size;
+        }
+    }
+
+    /// A call of this kernel has written up to 'end'. direct: with O_DIRECT.
+    pub fn wrote(&self, number: u64, end: u64, direct: bool) {
+        if let Some(node) = self.shard(number).get_mut(&number) {
+            node.size = node.size.max(end);
+            node.direct |= direct;
+        }
+    }
+
+    /// A program has opened the inode with O_DIRECT.
+    pub fn set_direct(&self, number: u64) {
+        self.wrote(number, 0, true);
+    }
+
+    /// Returns whether the kernel may have sent a truncation to this size of its own accord. It does so after an asynchronous direct write that failed,
+    /// to remove what that left behind the end that the kernel knows. Other members' data may lie there.
+    pub fn is_clean_up(&self, number: u64, size: u64) -> bool {
+        self.shard(number).get(&number).is_some_and(|node| node.direct && node.size == size)
     }
 
     /// Returns the handle of the kernel's number. The root, which the kernel does not look up, is never freed.
@@ -140,6 +171,9 @@ impl Nodes {
         node.opens = node.opens.checked_sub(1).ok_or(Errno::BADF)?;
         let last = node.opens == 0;
         let handle = self.handle_of(number, node.generation);
+        if last {
+            node.direct = false;
+        }
         if last && node.lookups == 0 {
             shard.remove(&number);
         }
@@ -174,7 +208,8 @@ mod tests {
         let nodes = Nodes::new(ROOT.into());
         let [removed, anew] = [1, 2].map(|generation| Handle { ino: 7, generation });
         for (handle, name) in [(removed, b"removed".as_slice()), (anew, b"anew")] {
-            nodes.looked_up(handle, ROOT, name);
+            let attr = Attr { ino: handle.ino, generation: handle.generation, ..Attr::default() };
+            nodes.looked_up(&attr, ROOT, name);
         }
         assert_eq!([removed, anew].map(|handle| nodes.handle(nodes.number(handle))), [removed, anew]);
         nodes.forget(nodes.number(anew), 1);

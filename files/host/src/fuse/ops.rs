@@ -103,14 +103,8 @@ impl Server {
                 }
                 Ok(Reply::None)
             }
-            op::GETATTR => {
-                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
-                Ok(Reply::Body(attr_out(&attr)))
-            }
-            op::STATX => {
-                let attr = self.fs.getattr(self.nodes.handle(h.node))?;
-                Ok(Reply::Body(statx_out(&attr)))
-            }
+            op::GETATTR => Ok(Reply::Body(attr_out(&self.attributes(h.node)?))),
+            op::STATX => Ok(Reply::Body(statx_out(&self.attributes(h.node)?))),
             op::SETATTR => self.setattr(h, c),
             op::READLINK => Ok(Reply::Body(Out(self.fs.readlink(self.nodes.handle(h.node))?))),
             op::SYMLINK => {
@@ -161,6 +155,9 @@ impl Server {
                     self.refuse_protected(&attr, !appends)?;
                 }
                 self.nodes.open(&self.fs, Handle::from(&attr))?;
+                if flags & libc::O_DIRECT != 0 {
+                    self.nodes.set_direct(h.node);
+                }
                 Ok(Reply::Body(open_out(self.locks.open())))
             }
             op::RELEASE | op::RELEASEDIR => {
@@ -172,8 +169,8 @@ impl Server {
             op::READ => self.read(h, c),
             op::WRITE => self.write(h, c),
             op::FLUSH => {
-                let (_fh, _unused, owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
-                self.locks.flush(&self.fs, self.nodes.handle(h.node), owner)?;
+                let (handle, _unused, owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
+                self.locks.flush(&self.fs, self.nodes.handle(h.node), handle, owner)?;
                 empty()
             }
             op::GETLK => {
@@ -190,7 +187,7 @@ impl Server {
             }
             op::FSYNC | op::FSYNCDIR => {
                 if self.fs.area().writable() {
-                    self.fs.area().sync().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))?;
+                    self.sync()?;
                 }
                 empty()
             }
@@ -253,6 +250,11 @@ impl Server {
         }
     }
 
+    /// Makes all operations durable, as far as the zone's file can.
+    fn sync(&self) -> Result<()> {
+        self.fs.area().sync().map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))
+    }
+
     /// A FLUSH whose process was killed while it waited.
     pub(super) fn finish_flush(&self, h: &Header, mut c: Cursor<'_>) -> Result<()> {
         let (_fh, _unused, owner) = (u64s(&mut c)?, u64s(&mut c)?, u64s(&mut c)?);
@@ -262,7 +264,7 @@ impl Server {
     pub(super) fn entry(&self, found: Handle, dir: u64, name: &[u8]) -> Answer<'_> {
         // A name that another member removes meanwhile counts as missing.
         let attr = self.fs.getattr(found).map_err(|e| if e == Errno::STALE { Errno::NOENT } else { e })?;
-        self.nodes.looked_up(Handle::from(&attr), self.nodes.handle(dir).ino, name);
+        self.nodes.looked_up(&attr, self.nodes.handle(dir).ino, name);
         Ok(Reply::Body(entry_out(&self.nodes, &attr)))
     }
 
@@ -281,7 +283,14 @@ impl Server {
         let mut cut = false;
         let ino = self.nodes.handle(h.node);
         self.checked(|| self.set_attributes(h, c, &self.fs.getattr(ino)?, &mut cut))?;
-        Ok(Reply::Body(attr_out(&self.fs.getattr(ino)?)))
+        Ok(Reply::Body(attr_out(&self.attributes(h.node)?)))
+    }
+
+    /// Returns the attributes of an inode, which the kernel is told.
+    fn attributes(&self, number: u64) -> Result<Attr> {
+        let attr = self.fs.getattr(self.nodes.handle(number))?;
+        self.nodes.set_size(number, attr.size);
+        Ok(attr)
     }
 
     /// Changes what the request names, by the rights that follow from the attributes `old`. cut: the size is changed, which is done once. EAGAIN: the file
@@ -304,7 +313,10 @@ impl Server {
             self.require_chown(h, old, Some(uid).filter(|_| valid & fattr::UID != 0))?;
         }
         let dir = old.mode & S_IFMT == S_IFDIR;
-        if valid & fattr::SIZE != 0 && !*cut {
+        let is_clean_up = valid & (fattr::SIZE | fattr::FH | others) == fattr::SIZE | fattr::FH
+            && size < old.size
+            && self.nodes.is_clean_up(h.node, size);
+        if valid & fattr::SIZE != 0 && !*cut && !is_clean_up {
             self.fs.truncate(Handle::from(old), size, valid & fattr::KILL_SUIDGID != 0)?;
             self.drop_capability(old)?;
             *cut = true;
@@ -385,13 +397,15 @@ impl Server {
 
     fn read<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
         let (_fh, offset, len) = (u64s(&mut c)?, u64s(&mut c)?, u64::from(u32s(&mut c)?));
+        let (_read_flags, _owner, flags) = (u32s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as i32);
+        let touches = !self.noatime && flags & libc::O_NOATIME == 0;
         let direct = self.fs.area().writable() && !self.device_memory;
         let pin = if direct { self.fs.pin(self.nodes.handle(h.node)).ok() } else { None };
         let Some(pin) = pin else {
             let mut buf = vec![0; len as usize];
             let got = self.fs.pread(self.nodes.handle(h.node), &mut buf, offset)?;
             buf.truncate(got);
-            if self.fs.area().writable() {
+            if self.fs.area().writable() && touches {
                 self.note_read(h.node);
             }
             return Ok(Reply::Body(Out(buf)));
@@ -418,30 +432,42 @@ impl Server {
             pieces.push(Piece { from, len: bytes as usize });
             at += bytes;
         }
-        self.note_read(h.node);
+        // Where another member has cut the file meanwhile there are holes.
+        let mut left = self.fs.still_there(self.nodes.handle(h.node), offset, at - offset)? as usize;
+        for piece in &mut pieces {
+            piece.len = piece.len.min(left);
+            left -= piece.len;
+        }
+        pieces.retain(|piece| piece.len > 0);
+        if touches {
+            self.note_read(h.node);
+        }
         Ok(Reply::Zone(pieces, pin))
     }
 
     fn note_read(&self, ino: u64) {
-        if !self.noatime {
-            // The read was answered; the file may have been freed meanwhile.
-            let _ = self.fs.touch_atime(self.nodes.handle(ino), fs::now());
-        }
+        // The read was answered; the file may have been freed meanwhile.
+        let _ = self.fs.touch_atime(self.nodes.handle(ino), fs::now());
     }
 
     fn write(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
         let (_fh, offset, size, write_flags) = (u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
-        let (_owner, flags, _) = (u64s(&mut c)?, u32s(&mut c)?, u32s(&mut c)?);
+        let (_owner, flags, _) = (u64s(&mut c)?, u32s(&mut c)? as i32, u32s(&mut c)?);
         let data = c.bytes(size as usize).ok_or_else(short)?;
         let kill = write_flags & abi::WRITE_KILL_SUIDGID != 0;
         let attr = self.fs.getattr(self.nodes.handle(h.node))?;
-        self.refuse_protected(&attr, flags as i32 & libc::O_APPEND == 0)?;
+        self.refuse_protected(&attr, flags & libc::O_APPEND == 0)?;
         self.drop_capability(&attr)?;
-        let written = if flags as i32 & libc::O_APPEND != 0 {
+        let written = if flags & libc::O_APPEND != 0 {
             self.fs.append(self.nodes.handle(h.node), data, kill)?.0
         } else {
             self.fs.pwrite(self.nodes.handle(h.node), data, offset, kill)?
         };
+        // Also a part of O_SYNC; the kernel sets it for RWF_DSYNC and RWF_SYNC, too.
+        if flags & libc::O_DSYNC != 0 {
+            self.sync()?;
+        }
+        self.nodes.wrote(h.node, offset.saturating_add(written as u64), flags & libc::O_DIRECT != 0);
         let mut out = Out::new();
         out.u32(written as u32).u32(0);
         Ok(Reply::Body(out))
@@ -468,6 +494,9 @@ impl Server {
         }
         self.drop_privileges(h, &attr)?;
         self.fs.fallocate(self.nodes.handle(h.node), core, offset, len)?;
+        if mode & libc::FALLOC_FL_KEEP_SIZE == 0 {
+            self.nodes.wrote(h.node, offset.saturating_add(len), false);
+        }
         empty()
     }
 
@@ -493,6 +522,7 @@ impl Server {
                 Err(e) => return Err(e),
             }
         }
+        self.nodes.wrote(out_node, to.saturating_add(done), false);
         let mut out = Out::new();
         out.u32(done as u32).u32(0);
         Ok(Reply::Body(out))
@@ -671,7 +701,69 @@ fn statx_out(a: &Attr) -> Out {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::area::Area;
+    use crate::fs::{Create, Mkfs, ROOT};
+
+    /// The server of a mount whose zone has a file that can't be synced: one end of a pipe.
+    fn unable_to_sync() -> Server {
+        let zone =
+            tombolo_zone::Zone::create(&tombolo_zone::ZoneConfig::new("ops", 16 << 20)).expect("a zone");
+        let area = zone.area(tombolo_zone::AreaType::Files, None).expect("an area");
+        let (pipe, _) = rustix::pipe::pipe().expect("a pipe");
+        let area = Area::of_zone(&Arc::new(zone), &area, None, Some(pipe)).expect("an area");
+        fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
+        let fs = Filesystem::open(area.lone()).expect("open");
+        let nodes = Nodes::new(fs.root());
+        Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false }
+    }
+
+    #[test]
+    fn a_write_with_o_dsync_syncs_as_fsync_does() {
+        let server = unable_to_sync();
+        let file =
+            server.fs.create(ROOT, Some(b"file"), &Create::mode(libc::S_IFREG | 0o600)).expect("create");
+        let ask = |opcode, body: &Out| {
+            let node = server.nodes.number(file);
+            let h = Header { opcode, unique: 1, node, uid: 0, gid: 0, pid: 0 };
+            server.answer(&h, Cursor(&body.0)).map(drop)
+        };
+        let write = |flags: i32| {
+            let mut body = Out::new();
+            body.u64(1).u64(0).u32(4).u32(0).u64(0).u32(flags as u32).u32(0).bytes(b"data");
+            ask(op::WRITE, &body)
+        };
+        let mut fsync = Out::new();
+        fsync.u64(1).u32(0).u32(0);
+        let refused = ask(op::FSYNC, &fsync);
+        assert_eq!(refused, Err(Errno::INVAL), "no pipe can be synced");
+        assert_eq!(write(libc::O_WRONLY), Ok(()));
+        for flags in [libc::O_DSYNC, libc::O_SYNC] {
+            assert_eq!(write(libc::O_WRONLY | flags), refused);
+        }
+    }
+
+    #[test]
+    fn a_read_with_o_noatime_leaves_the_time_of_the_last_access() {
+        let server = unable_to_sync();
+        let file =
+            server.fs.create(ROOT, Some(b"file"), &Create::mode(libc::S_IFREG | 0o600)).expect("create");
+        server.fs.pwrite(file, b"data", 0, false).expect("a write");
+        let before = Attr { atime: 1, ..Attr::default() };
+        server.fs.setattr(file, sys::TFS_SET_ATIME, &before).expect("a time");
+        let time_after_read = |flags: i32| {
+            let mut body = Out::new();
+            body.u64(1).u64(0).u32(4).u32(0).u64(0).u32(flags as u32).u32(0);
+            let node = server.nodes.number(file);
+            let h = Header { opcode: op::READ, unique: 1, node, uid: 0, gid: 0, pid: 0 };
+            server.answer(&h, Cursor(&body.0)).map(drop).expect("a read");
+            server.fs.getattr(file).expect("attributes").atime
+        };
+        assert_eq!(time_after_read(libc::O_NOATIME), 1);
+        assert!(time_after_read(0) > 1);
+    }
 
     #[test]
     fn replies_have_the_sizes_that_the_kernel_expects() {

@@ -304,8 +304,14 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
                 Some(done) => done.map(|()| Reply::Body(Out::new())),
             }
         }
-        // This gives back what a process that ends has left; no process waits for it.
-        op::RELEASE | op::RELEASEDIR => server.answer(&header, body),
+        // This gives back what a process that ends has left; no process waits for it. It may wait for a suspended member, so it is answered first: the kernel
+        // sends no further ones while a number of them is unanswered.
+        op::RELEASE | op::RELEASEDIR => {
+            let told = send(device, header.unique, &Ok(Reply::Body(Out::new())));
+            // An error has no reader any more; the recovery of this member does the rest.
+            let _ = server.answer(&header, body);
+            return told_of_end(told);
+        }
         op::FLUSH => {
             let done = {
                 let _working = caller::work_for_last(header.pid);

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use rustix::io::Errno;
-use tombolo_files::fs::{Create, FileLock, Filesystem, Handle};
+use tombolo_files::fs::{self, Create, FileLock, Filesystem, Handle};
 use tombolo_files::sys;
 
 use crate::world::{self, Tree, World};
@@ -48,7 +48,7 @@ impl Living {
         Ok(Living { members, work })
     }
 
-    /// One turn: reads the present files; each member makes a file and locks it; one removes the oldest.
+    /// One turn: reads the present files; each member makes a file and locks it; one removes the oldest. Every second turn has changes of other kinds, too.
     pub fn go_on(&mut self) -> Result<(), String> {
         self.read()?;
         for i in 0..self.members.len() {
@@ -84,6 +84,9 @@ impl Living {
                 Err(e) => return Err(format!("write to {name}: {e}")),
             }
         }
+        if self.work.made % 4 == 0 {
+            self.change_and_undo()?;
+        }
         if self.work.files.len() > 3 {
             let (name, (i, file, _)) = self.work.files.pop_first().expect("more than three");
             let fs = &self.members[1 - i];
@@ -92,6 +95,63 @@ impl Living {
                 .map_err(|e| format!("unlink {name}: {e}"))?;
         }
         self.read()
+    }
+
+    /// Changes that are undone within the turn: of attributes, links, names and room; a nameless file, and a directory renamed over another one.
+    fn change_and_undo(&self) -> Result<(), String> {
+        let Some((name, (_, file, byte))) = self.work.files.last_key_value() else { return Ok(()) };
+        let ([a, b], home, name) = ([&self.members[0], &self.members[1]], self.work.home, name.as_bytes());
+        let fits = |what: &str, done: fs::Result<()>| match done {
+            Ok(()) => Ok(true),
+            Err(Errno::NOSPC) => Ok(false),
+            Err(e) => Err(format!("{what}: {e}")),
+        };
+        let must = |what: &str, done: fs::Result<()>| done.map_err(|e| format!("{what}: {e}"));
+        let value = [*byte; LEN];
+        if fits("an attribute", a.xattr_set(*file, b"user.a", Some(&value), 0, None))? {
+            if b.xattr_get(*file, b"user.a").as_deref() != Ok(&value[..]) {
+                return Err("the attribute has another value".into());
+            }
+            must("its removal", b.xattr_set(*file, b"user.a", None, 0, None))?;
+        }
+        if fits("a link", a.link(home, b"link", *file))? {
+            must("its removal", b.unlink(home, b"link", Some(*file)))?;
+        }
+        fits("more room", a.fallocate(*file, sys::TFS_FALLOC_KEEP_SIZE, 0, 3 * LEN as u64))?;
+        must("a cut at the end", b.truncate(*file, LEN as u64, false))?;
+        if fits("another name", b.rename((home, name), (home, b"other"), 0))? {
+            must("the name back", a.rename((home, b"other"), (home, name), 0))?;
+        }
+        let open = Create { open: true, ..Create::mode(libc::S_IFREG | 0o600) };
+        match a.create(home, None, &open) {
+            Err(Errno::NOSPC) => {}
+            made => {
+                let made = made.map_err(|e| format!("a nameless file: {e}"))?;
+                if fits("its name", a.link(home, b"named", made))? {
+                    must("an exchange", b.rename((home, b"named"), (home, name), libc::RENAME_EXCHANGE))?;
+                    must("an exchange", a.rename((home, name), (home, b"named"), libc::RENAME_EXCHANGE))?;
+                    must("its removal", b.unlink(home, b"named", Some(made)))?;
+                }
+                must("its close", a.close_ref(made))?;
+            }
+        }
+        let directory = |fs: &Filesystem, name: &str| match fs.create(
+            home,
+            Some(name.as_bytes()),
+            &Create::mode(libc::S_IFDIR | 0o700),
+        ) {
+            Err(Errno::NOSPC) => Ok(None),
+            made => made.map(Some).map_err(|e| format!("mkdir {name}: {e}")),
+        };
+        if let Some(first) = directory(a, "first")? {
+            let mut left = first;
+            if let Some(second) = directory(b, "second")? {
+                must("a directory over another", a.rename((home, b"second"), (home, b"first"), 0))?;
+                left = second;
+            }
+            must("rmdir", b.rmdir(home, b"first", Some(left)))?;
+        }
+        Ok(())
     }
 
     /// Checks that all their files are as they made them.
