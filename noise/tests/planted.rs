@@ -34,16 +34,51 @@ fn guest_with(folder: &Path, kernel_arguments: &str, arguments: &[&str]) -> Gues
     std::fs::set_permissions(&collector, std::fs::Permissions::from_mode(0o755)).unwrap();
     let cache = std::env::var_os("TOMBOLO_CACHE")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache"), PathBuf::from);
-    let kernel = Kernel::of_kit(&cache.join("guest"), "6.12").unwrap();
+    let kits = cache.join("guest");
+    let kernel = Kernel::of_kit(&kits, "6.12").unwrap();
+    let unloaded = vec![timer(&kits.join("6.12/build"), folder)];
     let image = folder.join("image");
     let programs = vec![collector, env!("CARGO_BIN_EXE_noise-plant").into(), "/usr/bin/chrt".into()];
     // The collector runs while its standard input is open, which a FIFO that is open for writing is.
     let setup = "mkfifo /tmp/open; mkdir /sys/kernel/tracing 2>/dev/null".into();
-    Image { programs, setup, ..Image::default() }.write(&kernel, &image).unwrap();
+    Image { programs, unloaded, setup, ..Image::default() }.write(&kernel, &image).unwrap();
     let mut machine = Machine::new(&kernel.image, &image, &folder.join("console"));
     machine.kernel_arguments = kernel_arguments.to_owned();
     machine.arguments = arguments.iter().map(Into::into).collect();
     Guest::start(&machine).unwrap()
+}
+
+/// Builds the module that plants a timer, with the headers of the guest's kernel.
+fn timer(headers: &Path, folder: &Path) -> PathBuf {
+    let target = folder.join("timer");
+    std::fs::create_dir_all(&target).unwrap();
+    for file in ["Kbuild", "noise_plant_timer.c"] {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/timer").join(file);
+        std::fs::copy(source, target.join(file)).unwrap();
+    }
+    let mut make = Command::new("make");
+    make.arg("-C").arg(headers).arg(format!("M={}", target.display())).arg("modules");
+    let made = make.output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    target.join("noise_plant_timer.ko")
+}
+
+/// The stretches in which a plant had the CPU by its own account while a recording was made.
+fn planted(truth: &str, recording: &Recording) -> Vec<(u64, u64)> {
+    let record = &recording.traced[0];
+    let stretch = |line: &str| {
+        let (start, end) = line.trim().split_once(' ').expect("two numbers");
+        let (start, end): (u64, u64) = (start.parse().unwrap(), end.parse().unwrap());
+        (start.max(record.first), end.min(record.last))
+    };
+    let stretches: Vec<_> = truth.lines().map(stretch).filter(|(start, end)| start < end).collect();
+    assert!(stretches.len() > 20, "the plant ran {} times: {truth}", stretches.len());
+    stretches
+}
+
+/// The ticks of stretches.
+fn sum(stretches: &[(u64, u64)]) -> u64 {
+    stretches.iter().map(|(start, end)| end - start).sum()
 }
 
 /// Measures the guest's second CPU while `planted` runs, a command of the guest's shell that makes /tmp/begun and ends when /tmp/planted is gone.
@@ -101,24 +136,39 @@ fn planted_noise_is_found_and_nothing_is_invented() {
     assert!(!quiet.report.sources.iter().any(|row| row.source == plant || row.source.name.contains("ttyS0")));
 
     // A real-time thread, every 10 ms for 200 µs.
-    let planted = format!("taskset {MASK} chrt -f 50 noise-plant /tmp/planted /tmp/begun");
-    let (recording, truth) = measure(&mut guest, &planted);
-    let record = &recording.traced[0];
-    let (mut stretches, mut ticks) = (0, 0);
-    for line in truth.lines() {
-        let (start, end) = line.trim().split_once(' ').expect("two numbers");
-        let (start, end): (u64, u64) = (start.parse().unwrap(), end.parse().unwrap());
-        let (start, end) = (start.max(record.first), end.min(record.last));
-        if start < end {
-            (stretches, ticks) = (stretches + 1, ticks + end - start);
-        }
-    }
-    assert!(stretches > 20, "the plant ran {stretches} times: {truth}");
+    let thread = format!("taskset {MASK} chrt -f 50 noise-plant /tmp/planted /tmp/begun");
+    let (recording, truth) = measure(&mut guest, &thread);
+    let stretches = planted(&truth, &recording);
+    let ticks = sum(&stretches);
     let measured = explained(&recording);
     let found: u64 = gaps(&measured).iter().map(|gap| gap.of(&plant)).sum();
     assert!(found * 100 >= ticks * 95, "{found} of {ticks} ticks: {:?}", names(&measured));
     println!(
-        "planted thread: {found} ticks found, {ticks} ticks by its own account, in {stretches} stretches"
+        "planted thread: {found} ticks found, {ticks} ticks by its own account, in {} stretches",
+        stretches.len()
+    );
+
+    // A timer of the kernel's, which does as much in the handler of its interrupt.
+    let timer = format!(
+        "insmod /modules/noise_plant_timer.ko cpu={CPU}; : >/tmp/begun; while [ -e /tmp/planted ]; do sleep 0.1; done; \
+         cat /proc/noise-plant-timer; rmmod noise_plant_timer"
+    );
+    let (recording, truth) = measure(&mut guest, &timer);
+    let stretches = planted(&truth, &recording);
+    let measured = explained(&recording);
+    let interrupt = Source::here(Kind::Timer, "");
+    // The kernel's tick has the same source, so only what lies in the plant's stretches counts.
+    let in_stretches = |gap: &Explained| -> u64 {
+        let overlap =
+            |(start, end): &(u64, u64)| gap.gap.end.min(*end).saturating_sub(gap.gap.start.max(*start));
+        stretches.iter().map(overlap).sum()
+    };
+    let found: u64 = gaps(&measured).iter().map(|gap| gap.of(&interrupt).min(in_stretches(gap))).sum();
+    let ticks = sum(&stretches);
+    assert!(found * 100 >= ticks * 95, "{found} of {ticks} ticks: {:?}", names(&measured));
+    println!(
+        "planted timer: {found} ticks found, {ticks} ticks by its own account, in {} stretches",
+        stretches.len()
     );
 
     // A device's interrupts: the console's, sent to the measured CPU by a writer on the other one.

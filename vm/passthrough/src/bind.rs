@@ -8,7 +8,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread::sleep;
@@ -244,6 +244,14 @@ impl Store {
     /// Records in `folder`.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into() }
+    }
+
+    /// Returns whether another user keeps the records, and has the devices.
+    pub fn is_anothers(&self) -> bool {
+        match fs::metadata(&self.folder) {
+            Ok(folder) => folder.uid() != rustix::process::geteuid().as_raw(),
+            Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
+        }
     }
 
     fn path(&self, address: Address) -> PathBuf {

@@ -137,7 +137,23 @@ impl Domain {
         self.put(vcpu);
     }
 
+    /// The numbers of the domain's I/O threads.
+    fn iothreads(&self) -> Vec<u32> {
+        let count = self.root.get_child("iothreads").and_then(Element::get_text);
+        let count: usize = count.and_then(|count| count.trim().parse().ok()).unwrap_or(0);
+        let ids = self.root.get_child("iothreadids").into_iter().flat_map(|ids| ids.children.iter());
+        let ids = ids.filter_map(|node| node.as_element()?.attributes.get("id")?.parse().ok());
+        let mut named: Vec<u32> = ids.collect();
+        // libvirt gives the others the lowest numbers that are free.
+        let free: Vec<u32> =
+            (1..).filter(|id| !named.contains(id)).take(count.saturating_sub(named.len())).collect();
+        named.extend(free);
+        named.sort_unstable();
+        named
+    }
+
     fn tune(&mut self, plan: &VmPlan) {
+        let iothreads = self.iothreads();
         let cputune = self.part("cputune");
         let ours = ["vcpupin", "emulatorpin", "iothreadpin"];
         cputune.children.retain(|node| node.as_element().is_none_or(|e| !ours.contains(&e.name.as_str())));
@@ -145,7 +161,11 @@ impl Domain {
             let (id, cpu) = (index(plan, vcpu.slot).to_string(), vcpu.host.to_string());
             push(cputune, "vcpupin", &[("vcpu", &id), ("cpuset", &cpu)]);
         }
-        push(cputune, "emulatorpin", &[("cpuset", &plan.emulator.to_string())]);
+        let services = plan.emulator.to_string();
+        push(cputune, "emulatorpin", &[("cpuset", &services)]);
+        for id in iothreads {
+            push(cputune, "iothreadpin", &[("iothread", &id.to_string()), ("cpuset", &services)]);
+        }
         let mut numatune = Element::new("numatune");
         let nodes: CpuSet = plan.nodes.iter().map(|node| node.host).collect();
         push(&mut numatune, "memory", &[("mode", "strict"), ("nodeset", &nodes.to_string())]);
@@ -461,6 +481,21 @@ mod tests {
             assert!(text.contains(part), "{part} is not in {text}");
         }
         assert_eq!([text.matches("<topology").count(), text.matches("vcpu=\"0\"").count()], [1, 1], "{text}");
+        assert_eq!(is_valid(&text), Ok(()), "{text}");
+    }
+
+    #[test]
+    fn the_io_threads_that_a_domain_has_run_beside_its_vcpus() {
+        let rules = Rules { reserve: 1, ..Rules::default() };
+        let xml = XML.replace(
+            "<cputune>",
+            "<iothreads>3</iothreads><iothreadids><iothread id='2'/><iothread id='7'/></iothreadids><cputune><iothreadpin iothread='7' cpuset='3'/>",
+        );
+        let text = placed(&host(), &xml, &rules).text().unwrap();
+        let pins: Vec<&str> =
+            text.lines().map(str::trim).filter(|line| line.contains("<iothreadpin")).collect();
+        let pin = |id: u32| format!("<iothreadpin iothread=\"{id}\" cpuset=\"0-1,8-9\" />");
+        assert_eq!(pins, [pin(1), pin(2), pin(7)], "{text}");
         assert_eq!(is_valid(&text), Ok(()), "{text}");
     }
 
