@@ -251,7 +251,7 @@ fn workers_and_what_they_started_end_with_their_server_however_it_ends() {
 }
 
 #[test]
-fn what_a_kernel_starts_is_charged_and_stopped_like_its_worker_and_ends_with_it() {
+fn what_a_kernel_starts_is_charged_and_held_back_like_its_worker_and_ends_with_it() {
     for user in users() {
         let server = Server::start(*user, "linger", &[]);
         let hostile = [(); 2].map(|()| Hostile::start(&server, "linger", "lingers"));
@@ -264,8 +264,11 @@ fn what_a_kernel_starts_is_charged_and_stopped_like_its_worker_and_ends_with_it(
         assert_eq!((workers.len(), started.len()), (2, 2), "{workers:?} {started:?}");
         // Both always want to run. With more processors than two neither would have to wait for the other.
         if std::thread::available_parallelism().is_ok_and(|n| n.get() <= 2) {
-            let stopped = || workers.iter().flat_map(|w| children(*w)).any(|(_, state)| state == 'T');
-            wait_until("one of the processes is stopped", stopped);
+            // SAFETY: takes an integer.
+            let is_idle = |pid| unsafe { libc::sched_getscheduler(pid as i32) == libc::SCHED_IDLE };
+            let is_held = |(pid, state): (u32, char)| state == 'T' || is_idle(pid);
+            let one_is_held = || workers.iter().flat_map(|w| children(*w)).any(is_held);
+            wait_until("one of the processes is held back", one_is_held);
         }
         for hostile in hostile {
             hostile.end();
