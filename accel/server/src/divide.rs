@@ -25,7 +25,7 @@ const REST: Duration = Duration::from_millis(250);
 const QUANTUM: f64 = 0.010;
 /// A tenant that is held back runs again when it is only so far ahead.
 const CLOSE: f64 = 0.005;
-/// A tenant that could have had more, before those that are held back, is owed no more than this for what it left to them.
+/// A tenant that could have had more, before those that are held back, is owed no more than this, in seconds of another's time, for what it left to that one.
 const OWED: f64 = 0.050;
 /// A client that begins so soon after another one of its peer has ended begins as far ahead as that one was.
 const REMEMBERED: Duration = Duration::from_millis(250);
@@ -55,6 +55,8 @@ pub struct Used {
 struct Share {
     /// Its processor time at the last look.
     cpu: Duration,
+    /// What a second of its time counts.
+    price: f64,
     /// Seconds that it has had at full weight, or would have had, had it not been quiet.
     spent: f64,
     /// The time at which it was last seen to run, or to be ready to.
@@ -68,7 +70,8 @@ impl Share {
     fn count(&mut self, used: &Used) -> Duration {
         // Less than before: one of a VM's processes has ended.
         let ran = used.cpu.saturating_sub(std::mem::replace(&mut self.cpu, used.cpu));
-        self.spent += ran.as_secs_f64() * FULL_WEIGHT / f64::from(used.weight.max(1));
+        self.price = FULL_WEIGHT / f64::from(used.weight.max(1));
+        self.spent += ran.as_secs_f64() * self.price;
         ran
     }
 
@@ -179,13 +182,14 @@ impl Divider {
         let behind = active.first().map_or(self.behind, |(spent, _)| *spent);
         self.behind = behind;
         let stops = self.shares.values().any(|share| share.held);
-        let most = active.last().map_or(behind, |(spent, _)| *spent);
+        let owes = |share: &Share| share.spent - OWED * share.price;
+        let owed = self.shares.values().filter(|s| s.active(now)).map(owes).fold(f64::NEG_INFINITY, f64::max);
         let count = idle.map_or(1, |idle| self.window.look(now, idle, active.len(), stops));
         let divides = !several || count < active.len();
         active.truncate(count);
         let most_free = active.last().map_or(behind, |(spent, _)| *spent);
         // Those furthest behind run, and are still behind: they can't use the processors. So much they save up at most.
-        let least = if idle.is_some() { most_free - QUANTUM } else { most - OWED };
+        let least = if idle.is_some() { most_free - QUANTUM } else { owed };
         let free: BTreeSet<String> = active.into_iter().map(|(_, name)| name.to_owned()).collect();
         for (name, share) in &mut self.shares {
             if !share.active(now) || !divides {
@@ -253,6 +257,14 @@ fn idle_ticks(stat: &str, own: impl Fn(usize) -> bool) -> u64 {
         own(cpu).then_some(idle)
     };
     stat.lines().filter_map(of).sum()
+}
+
+/// The processor time of this thread.
+pub fn own_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the value lives during the call, which knows this clock.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// The processor time that a process has used; `None`: it has ended.
@@ -361,12 +373,15 @@ mod tests {
     }
 
     #[test]
-    fn time_goes_by_weight() {
-        for uses_rest in [false, true] {
-            let mut host = Host::new(uses_rest, vec![tenant(100, 2.0), tenant(25, 2.0)]);
-            host.run(SECOND);
-            let (got, _) = host.run(4 * SECOND);
-            assert!((got[0] / got[1] - 4.0).abs() < 0.2, "{uses_rest}: {got:?}");
+    fn time_goes_by_weight_however_many_threads_the_lighter_one_has() {
+        for (uses_rest, weight, threads) in
+            [false, true].into_iter().flat_map(|rest| [(rest, 25, 2.0), (rest, 25, 50.0), (rest, 5, 50.0)])
+        {
+            let mut host = Host::new(uses_rest, vec![tenant(100, 2.0), tenant(weight, threads)]);
+            host.run(5 * SECOND);
+            let (got, _) = host.run(20 * SECOND);
+            let ratio = got[0] / got[1] * f64::from(weight) / 100.0;
+            assert!((0.9..1.1).contains(&ratio), "{uses_rest}, {weight}, {threads}: {got:?}");
         }
     }
 

@@ -4,12 +4,14 @@
 //! Where the kernel lets this server do so, such a tenant gets the time that the others leave: its control group, or each of its threads, becomes idle in
 //! the scheduler's sense, so any other that wants to run takes the processor from it at once. Elsewhere the tenant is stopped.
 
+use crate::divide;
 use crate::wall::census::Census;
 use crate::wall::cgroup::Group;
+use crate::wall::limits::TASKS;
 use crate::wall::spawn;
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// A pass over a worker's threads may miss those that were started meanwhile; so many passes are made at once.
@@ -17,6 +19,10 @@ const PASSES: u32 = 4;
 
 /// Whoever has many threads makes changing them take long; so it is changed again only after so many times as long.
 const RESTS: u32 = 32;
+
+/// Idle threads take time from others if they are many: 32 on a processor have a fifth of it beside one thread that always runs. Who has more than so many for
+/// each processor is a crowd.
+const FEW: usize = 8;
 
 /// How tenants of a server are held back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,12 +70,59 @@ pub struct Hold {
 enum Means {
     /// The control group of its VM, or its own.
     Group(Arc<Group>),
-    /// `settled`: all threads are as they were told to be, and so will be what they start. They are left as they are until `rest` is over.
-    Threads {
-        settled: bool,
-        rest: Instant,
-    },
+    Threads(Threads),
     Stop,
+}
+
+/// The threads of a worker, and of the processes that it started.
+struct Threads {
+    /// All are as they were told to be, and so will be what they start.
+    is_set: bool,
+    /// Some had another policy after the last passes: whoever starts and ends threads fast enough is always ahead of a pass. It is stopped, so that the
+    /// next pass finds them all.
+    escape: bool,
+    /// More than [`FEW`] for each processor.
+    are_many: bool,
+    is_stopped: bool,
+    /// They are left as they are until then.
+    rest: Instant,
+}
+
+impl Threads {
+    fn new() -> Threads {
+        Threads { is_set: true, escape: false, are_many: false, is_stopped: false, rest: Instant::now() }
+    }
+
+    /// Gives all of them the policy for this; returns whether they should be stopped.
+    fn set(&mut self, pid: u32, holds: bool, is_new: bool, has_others: bool, idled: bool) -> bool {
+        // What a process was started with is known only when the census has seen it.
+        self.is_set &= !is_new && !has_others;
+        if !self.is_set && (Instant::now() >= self.rest || is_new && !self.are_many) {
+            let began = divide::own_time();
+            let policy = if holds { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
+            let mut left = PASSES;
+            let last = loop {
+                let pass = set_processes(pid, policy, has_others);
+                left -= 1;
+                if pass.is_complete || left == 0 || pass.threads > few() {
+                    break pass;
+                }
+            };
+            (self.is_set, self.escape, self.are_many) =
+                (last.is_complete, !last.is_complete, last.threads > few());
+            self.rest = Instant::now() + RESTS * divide::own_time().saturating_sub(began);
+        } else if !self.is_set && is_new {
+            self.escape = true;
+        }
+        // A crowd has its turn where processors idle.
+        holds && (self.escape || self.are_many && !idled)
+    }
+}
+
+/// The most threads that are no crowd.
+fn few() -> usize {
+    static FEW_HERE: OnceLock<usize> = OnceLock::new();
+    *FEW_HERE.get_or_init(|| FEW * std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 impl Hold {
@@ -77,17 +130,26 @@ impl Hold {
     pub fn new(way: Way, pid: u32, process: Arc<OwnedFd>, group: Option<Arc<Group>>) -> Hold {
         let means = match (way, group) {
             (Way::Groups, Some(group)) => Means::Group(group),
-            (Way::Threads, _) => Means::Threads { settled: true, rest: Instant::now() },
+            (Way::Threads, _) => Means::Threads(Threads::new()),
             _ => Means::Stop,
         };
         Hold { pid, process, means, is_over: false }
     }
 
+    /// Returns whether it is held back by stopping it, although those that are ahead use what others leave.
+    pub fn is_crowd(&self) -> bool {
+        matches!(&self.means, Means::Threads(threads) if threads.are_many)
+    }
+
     /// Holds the worker back, or lets it run. To be called from time to time while nothing changes, too. `census`: the processes that it has started.
-    pub fn set(&mut self, holds: bool, is_new: bool, census: Option<&Census>) {
+    /// `idled`: processors have idled since the last call.
+    pub fn set(&mut self, holds: bool, is_new: bool, census: Option<&Census>, idled: bool) {
         let others = census.filter(|census| census.has_others());
-        // A process that has ended runs as it likes.
-        let ended = || spawn::signal(self.process.as_fd(), 0).is_err();
+        let process = self.process.as_fd();
+        let signal = |signal| {
+            others.inspect(|others| others.signal(signal));
+            let _ended = spawn::signal(process, signal);
+        };
         match &mut self.means {
             _ if self.is_over => {}
             Means::Group(group) => {
@@ -96,23 +158,24 @@ impl Hold {
                     let _removed = group.set_idle(holds);
                 }
             }
-            Means::Threads { settled, rest } => {
-                *settled &= !is_new;
-                let began = Instant::now();
-                if !*settled && began >= *rest && !ended() {
-                    let policy = if holds { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
-                    let is_done = (0..PASSES).any(|_| !set_process(self.pid, policy, others.is_some()));
-                    // What has just been started is not known yet.
-                    *settled = is_done && others.is_none();
-                    *rest = Instant::now() + RESTS * began.elapsed();
+            Means::Threads(threads) => {
+                // The numbers of a process that has ended may be others' soon.
+                if spawn::signal(process, 0).is_err() {
+                    return;
+                }
+                let stops = threads.set(self.pid, holds, is_new, others.is_some(), idled);
+                let was_stopped = std::mem::replace(&mut threads.is_stopped, stops);
+                match (was_stopped, stops) {
+                    // Each time, for the reasons below.
+                    (_, true) => signal(libc::SIGSTOP),
+                    (true, false) => signal(libc::SIGCONT),
+                    (false, false) => {}
                 }
             }
             Means::Stop => {
                 // Each time: it may have started processes since, or another process may have sent SIGCONT.
                 if holds || is_new {
-                    let signal = if holds { libc::SIGSTOP } else { libc::SIGCONT };
-                    others.inspect(|others| others.signal(signal));
-                    let _ended = spawn::signal(self.process.as_fd(), signal);
+                    signal(if holds { libc::SIGSTOP } else { libc::SIGCONT });
                 }
             }
         }
@@ -121,10 +184,20 @@ impl Hold {
     /// Kills the worker.
     pub fn kill(&mut self) {
         let _ended = spawn::signal(self.process.as_fd(), libc::SIGKILL);
-        if let Means::Threads { rest, .. } = &mut self.means {
-            *rest = Instant::now();
+        match &self.means {
+            Means::Group(group) => {
+                let _removed = group.set_idle(false);
+            }
+            Means::Threads(_) if spawn::signal(self.process.as_fd(), 0).is_ok() => {
+                // It ends when the processes have that it started.
+                for _ in 0..PASSES {
+                    if set_processes(self.pid, libc::SCHED_OTHER, true).is_complete {
+                        break;
+                    }
+                }
+            }
+            _ => {}
         }
-        self.set(false, true, None);
         self.is_over = true;
     }
 }
@@ -138,25 +211,42 @@ fn set_thread(thread: i32, policy: libc::c_int) -> bool {
     }
 }
 
-/// Gives all threads of a process a policy, and `with_others` those of the processes that they started. Returns whether one had another policy.
-fn set_process(pid: u32, policy: libc::c_int, with_others: bool) -> bool {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let threads: Vec<i32> = threads.filter_map(|t| t.file_name().to_str()?.parse().ok()).collect();
-    // What a thread starts after this has its policy.
-    let mut changed = false;
-    for thread in &threads {
-        changed |= set_thread(*thread, policy);
-    }
-    if with_others {
-        for thread in threads {
-            let others =
-                fs::read_to_string(format!("/proc/{pid}/task/{thread}/children")).unwrap_or_default();
-            for other in others.split_whitespace().filter_map(|pid| pid.parse().ok()) {
-                changed |= set_process(other, policy, true);
+/// What a pass has found.
+struct Pass {
+    threads: usize,
+    /// Each thread had the policy before. One that has ended may have started another.
+    is_complete: bool,
+}
+
+/// Gives all threads of a process a policy, and `with_others` those of the processes that they started.
+fn set_processes(pid: u32, policy: libc::c_int, with_others: bool) -> Pass {
+    let mut pass = Pass { threads: 0, is_complete: true };
+    let mut left = vec![pid as i32];
+    // No worker has more of them.
+    for _ in 0..TASKS {
+        let Some(pid) = left.pop() else { break };
+        let found = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let threads: Vec<i32> = found.filter_map(|t| t.file_name().to_str()?.parse().ok()).collect();
+        pass.is_complete &= !threads.is_empty();
+        pass.threads += threads.len();
+        // The newest first: it is the one that may end soon. What a thread starts after this has its policy.
+        for thread in threads.iter().rev() {
+            // SAFETY: takes an integer.
+            if unsafe { libc::sched_getscheduler(*thread) } != policy {
+                pass.is_complete = false;
+                set_thread(*thread, policy);
+            }
+        }
+        if with_others {
+            for thread in threads {
+                let children = fs::read_to_string(format!("/proc/{pid}/task/{thread}/children"));
+                left.extend(
+                    children.unwrap_or_default().split_whitespace().filter_map(|pid| pid.parse::<i32>().ok()),
+                );
             }
         }
     }
-    changed
+    pass
 }
 
 #[cfg(test)]
@@ -193,17 +283,149 @@ mod tests {
         let may_undo = Way::without_groups() == Way::Threads;
         let (mut child, other) = family();
         for policy in [libc::SCHED_IDLE, libc::SCHED_OTHER].into_iter().take(1 + usize::from(may_undo)) {
-            assert!(set_process(child.id(), policy, true));
-            assert!(!set_process(child.id(), policy, true));
+            assert!(!set_processes(child.id(), policy, true).is_complete);
+            assert!(set_processes(child.id(), policy, true).is_complete);
             assert_eq!((policies(child.id()), policies(other)), (vec![policy; 2], vec![policy]));
         }
         child.kill().expect("killed");
         child.wait().expect("its end");
-        assert!(!set_process(child.id(), libc::SCHED_IDLE, true));
+        assert!(!set_processes(child.id(), libc::SCHED_IDLE, true).is_complete);
         rustix::process::kill_process(
             rustix::process::Pid::from_raw(other as i32).expect("not 0"),
             rustix::process::Signal::KILL,
         )
         .expect("killed");
+    }
+
+    /// A process of accel/tests/held.c, a child of this one; it ends with this value.
+    struct Held(Child);
+
+    impl Held {
+        fn start(what: &str, count: u32) -> Held {
+            use std::io::{BufRead, BufReader};
+            static PROGRAM: OnceLock<tempfile::TempDir> = OnceLock::new();
+            let folder = PROGRAM.get_or_init(|| {
+                let folder = tempfile::tempdir().expect("a folder");
+                let source = format!("{}/../tests/held.c", env!("CARGO_MANIFEST_DIR"));
+                let mut cc = Command::new("cc");
+                let built = cc.args(["-O1", &source, "-lpthread", "-o"]).arg(folder.path().join("held"));
+                assert!(built.status().expect("cc").success());
+                folder
+            });
+            let mut program = Command::new(folder.path().join("held"));
+            let program = program.args([what, &count.to_string()]).stdout(Stdio::piped());
+            let mut child = program.spawn().expect("it starts");
+            let mut line = String::new();
+            BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+            assert_eq!(line, "ready\n");
+            Held(child)
+        }
+
+        fn hold(&self, way: Way) -> Hold {
+            let pid = rustix::process::Pid::from_raw(self.0.id() as i32).expect("not 0");
+            let process =
+                rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).expect("it lives");
+            Hold::new(way, self.0.id(), Arc::new(process), None)
+        }
+
+        fn is_stopped(&self) -> bool {
+            let stat = fs::read_to_string(format!("/proc/{}/stat", self.0.id())).expect("it lives");
+            stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" T"))
+        }
+    }
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            self.0.kill().expect("killed");
+            self.0.wait().expect("its end");
+        }
+    }
+
+    /// Between two looks.
+    fn tick() {
+        std::thread::sleep(std::time::Duration::from_millis(4));
+    }
+
+    #[test]
+    fn no_thread_escapes_being_idle_by_ending_before_it_is_looked_at_and_all_run_on() {
+        let hopping = Held::start("hop", 4);
+        let mut hold = hopping.hold(Way::Threads);
+        let mut is_new = true;
+        let is_set = |hold: &Hold| match &hold.means {
+            Means::Threads(threads) => threads.is_set && !threads.is_stopped,
+            _ => false,
+        };
+        while is_new || !is_set(&hold) {
+            hold.set(true, std::mem::take(&mut is_new), None, false);
+            tick();
+        }
+        // One that ended just now has none.
+        for _ in 0..300 {
+            let seen = policies(hopping.0.id());
+            assert!(seen.iter().all(|policy| [libc::SCHED_IDLE, -1].contains(policy)), "{seen:?}");
+        }
+        let used = |held: &Held| divide::cpu(held.0.id()).expect("it lives");
+        let before = used(&hopping);
+        while used(&hopping) < before + std::time::Duration::from_millis(20) {
+            tick();
+        }
+    }
+
+    #[test]
+    fn a_crowd_of_threads_is_stopped_as_idle_ones_take_time_from_others_together_and_has_idle_processors() {
+        let crowd = Held::start("crowd", 2 * few() as u32);
+        let mut hold = crowd.hold(Way::Threads);
+        let mut is_new = true;
+        while !crowd.is_stopped() {
+            hold.set(true, std::mem::take(&mut is_new), None, false);
+            tick();
+        }
+        assert!(hold.is_crowd());
+        while crowd.is_stopped() {
+            hold.set(true, false, None, true);
+            tick();
+        }
+        while !crowd.is_stopped() {
+            hold.set(true, false, None, false);
+            tick();
+        }
+        hold.set(false, true, None, false);
+        while crowd.is_stopped() {
+            tick();
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_seen_after_its_worker_was_held_back_is_held_back_as_well_and_let_run_with_it() {
+        if Way::without_groups() != Way::Threads {
+            return;
+        }
+        let chain = Held::start("chain", 2);
+        let children = format!("/proc/{0}/task/{0}/children", chain.0.id());
+        let child = fs::read_to_string(children).expect("it lives").trim().parse().expect("a child");
+        let mut threads = Threads::new();
+        for (holds, policy) in [(true, libc::SCHED_IDLE), (false, libc::SCHED_OTHER)] {
+            let before = policies(child);
+            threads.rest = Instant::now();
+            threads.set(chain.0.id(), holds, true, false, false);
+            assert_eq!((policies(chain.0.id()), policies(child)), (vec![policy], before));
+            threads.rest = Instant::now();
+            threads.set(chain.0.id(), holds, false, true, false);
+            assert_eq!(policies(child), [policy]);
+        }
+    }
+
+    #[test]
+    fn processes_that_started_each_other_are_set_however_many_there_are() {
+        let chain = Held::start("chain", 900);
+        // As much stack as a thread of the server has.
+        let pid = chain.0.id();
+        let passes = std::thread::spawn(move || {
+            [0; 2].map(|_| {
+                let pass = set_processes(pid, libc::SCHED_IDLE, true);
+                (pass.threads, pass.is_complete)
+            })
+        });
+        assert_eq!(passes.join().expect("it ends"), [(900, false), (900, true)]);
     }
 }

@@ -265,11 +265,10 @@ fn what_a_kernel_starts_is_charged_and_held_back_like_its_worker_and_ends_with_i
         // Both always want to run. With more processors than two neither would have to wait for the other.
         if std::thread::available_parallelism().is_ok_and(|n| n.get() <= 2) {
             // SAFETY: takes an integer.
-            let idles = |pid: u32| unsafe { libc::sched_getscheduler(pid as i32) } == libc::SCHED_IDLE;
-            let all = || workers.iter().flat_map(|w| children(*w));
-            wait_until("one of the processes is held back", || {
-                all().any(|(pid, state)| state == 'T' || idles(pid))
-            });
+            let is_idle = |pid| unsafe { libc::sched_getscheduler(pid as i32) == libc::SCHED_IDLE };
+            let is_held = |(pid, state): (u32, char)| state == 'T' || is_idle(pid);
+            let one_is_held = || workers.iter().flat_map(|w| children(*w)).any(is_held);
+            wait_until("one of the processes is held back", one_is_held);
         }
         for hostile in hostile {
             hostile.end();

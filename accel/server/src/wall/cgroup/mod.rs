@@ -237,6 +237,12 @@ impl Group {
         Ok(group)
     }
 
+    /// A folder with the files of a group, in any file system.
+    #[cfg(test)]
+    pub(crate) fn without_kernel(folder: &Path) -> Group {
+        Group::new(folder.to_owned(), &Most::of_worker(&Limits::default())).expect("written")
+    }
+
     fn worker(within: &Path, number: u64, most: &Most) -> anyhow::Result<Group> {
         let group = Group::new(within.join(format!("worker-{}-{number}", std::process::id())), most)?;
         // When memory runs out, one of a VM's workers ends, with all of its processes.
