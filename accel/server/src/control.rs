@@ -47,9 +47,13 @@ pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
 /// Answers commands for ever.
 pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
     for stream in listener.incoming() {
+        let is_lost = stream.is_err();
         let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(s, server));
         if let Err(e) = answered {
             say!("tombolo accel: a command could not be answered: {e:#}");
+        }
+        if is_lost {
+            server.rest();
         }
     }
 }

@@ -397,14 +397,14 @@ mod tests {
 
     #[test]
     fn a_process_that_is_seen_after_its_worker_was_held_back_is_held_back_as_well_and_let_run_with_it() {
-        if Way::without_groups() != Way::Threads {
-            return;
-        }
+        // Whoever may not undo it can do it.
+        let turns = if Way::without_groups() == Way::Threads { 2 } else { 1 };
         let chain = Held::start("chain", 2);
         let children = format!("/proc/{0}/task/{0}/children", chain.0.id());
         let child = fs::read_to_string(children).expect("it lives").trim().parse().expect("a child");
         let mut threads = Threads::new();
-        for (holds, policy) in [(true, libc::SCHED_IDLE), (false, libc::SCHED_OTHER)] {
+        for (holds, policy) in [(true, libc::SCHED_IDLE), (false, libc::SCHED_OTHER)].into_iter().take(turns)
+        {
             let before = policies(child);
             threads.rest = Instant::now();
             threads.set(chain.0.id(), holds, true, false, false);

@@ -236,11 +236,15 @@ impl Server {
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
                 Err(e) => {
                     say!("tombolo accel: a connection was lost before it began: {e}");
-                    // Without descriptors or memory, the next one would be lost at once.
-                    self.tenants.wait_for_change(PAUSE);
+                    self.rest();
                 }
             }
         }
+    }
+
+    /// Waits for a moment, after a connection was lost for want of descriptors or memory: the next one would be lost at once.
+    pub fn rest(&self) {
+        self.tenants.wait_for_change(PAUSE);
     }
 
     fn admit(self: &Arc<Self>, address: &str, limits: &Limits, peer: Peer, socket: OwnedFd) {
