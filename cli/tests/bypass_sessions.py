@@ -329,7 +329,7 @@ def is_in_the_kernel(process):
 
 
 def die(order, address, child, grandchild):
-    """Kills the supervisor and its QEMU. With `unbound`, while somebody unbinds the device's driver, which waits for QEMU."""
+    """Kills the supervisor and its QEMU. With `unbound`, another process is unbinding the device's driver meanwhile, and waits for QEMU."""
     unbinder = None
     if order == "unbound":
         unbinder = subprocess.Popen(["sh", "-c", f"echo {address} >{DEVICES}{address}/driver/unbind"])

@@ -17,7 +17,7 @@ use std::time::Instant;
 /// A pass over a worker's threads may miss those that were started meanwhile; so many passes are made at once.
 const PASSES: u32 = 4;
 
-/// Whoever has many threads makes changing them take long; so it is changed again only after so many times as long.
+/// Changing a worker with many threads takes long. The server changes it again only after so many times as long.
 const RESTS: u32 = 32;
 
 /// Idle threads take time from others if they are many: 32 on a processor have a fifth of it beside one thread that always runs. Who has more than so many for
@@ -95,7 +95,7 @@ impl Threads {
 
     /// Gives all of them the policy for this; returns whether they should be stopped.
     fn set(&mut self, pid: u32, holds: bool, is_new: bool, has_others: bool, idled: bool) -> bool {
-        // What a process was started with is known only when the census has seen it.
+        // The census finds a new process only at its next look, so the passes before may have missed it.
         self.is_set &= !is_new && !has_others;
         if !self.is_set && (Instant::now() >= self.rest || is_new && !self.are_many) {
             let began = divide::own_time();
@@ -279,7 +279,7 @@ mod tests {
 
     #[test]
     fn each_thread_of_a_worker_and_of_what_it_started_becomes_idle_and_what_it_was() {
-        // Whoever may not undo it can do it.
+        // A user without the right to make threads what they were can make them idle.
         let may_undo = Way::without_groups() == Way::Threads;
         let (mut child, other) = family();
         for policy in [libc::SCHED_IDLE, libc::SCHED_OTHER].into_iter().take(1 + usize::from(may_undo)) {
@@ -397,7 +397,7 @@ mod tests {
 
     #[test]
     fn a_process_that_is_seen_after_its_worker_was_held_back_is_held_back_as_well_and_let_run_with_it() {
-        // Whoever may not undo it can do it.
+        // A user without the right to make threads what they were can make them idle.
         let turns = if Way::without_groups() == Way::Threads { 2 } else { 1 };
         let chain = Held::start("chain", 2);
         let children = format!("/proc/{0}/task/{0}/children", chain.0.id());

@@ -874,7 +874,7 @@ fn an_asynchronous_write_that_fails_cuts_nothing_that_another_mount_has_appended
     assert_eq!(write_asynchronously(&mine, page, 1 << 47), -i64::from(libc::EFBIG));
     let found = fs::read(rig.at("b/file")).expect("the file");
     assert!(found == [page, &[b'b'; 5000]].concat(), "{} bytes are left", found.len());
-    // What the program itself cuts goes.
+    // A truncation by the program itself removes the data.
     mine.set_len(4096 + 2000).expect("a truncation");
     other.write_all(b"more").expect("an append");
     assert_eq!(mine.metadata().expect("attributes").len(), 4096 + 2000 + 4);

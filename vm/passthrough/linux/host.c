@@ -177,8 +177,8 @@ static void tbp_off(struct tbp_bypassed *one)
 }
 
 /*
- * Whether VFIO has closed the device and not reset it, and nobody has it since: VFIO only tries to get the device's lock for that. The caller holds that lock
- * and VFIO's.
+ * Returns true if VFIO has closed the device without a reset and no driver has taken it since. VFIO skips the reset where it does not get the device's lock
+ * at once. The caller holds that lock and VFIO's.
  */
 static bool tbp_is_unreset(struct tbp_bypassed *one)
 {

@@ -200,7 +200,7 @@ impl Domain {
         cpu.children.push(XMLNode::Element(numa));
     }
 
-    /// What KVM gives a VM whose vCPUs have CPUs of their own.
+    /// Features that only KVM has, for a VM whose vCPUs have CPUs of their own.
     fn dedicate(&mut self, dedicated: Dedicated) {
         let features = self.part("features");
         let kvm = features.take_child("kvm");
