@@ -163,14 +163,14 @@ static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, c
 /* An entry may change or go while a reader looks at it. So callers look again before they report damage. */
 int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
-	tmb_u64 index_root = tmb_load_acquire(&dir->index_root), blocks = tfs_dir_blocks(fs, dir);
+	tmb_u64 index_root = tmb_load_acquire(&dir->index_root);
 
 	slot->hash = tfs_hash(fs, name, len);
 	slot->place = NULL;
 	slot->rebuilt = false;
 	if (index_root)
 		return tfs_index_find(fs, dir, index_root, name, len, slot);
-	return find_by_scan(fs, dir, blocks, name, len, slot);
+	return find_by_scan(fs, dir, tfs_dir_blocks(fs, dir), name, len, slot);
 }
 
 /* --- space for entries ------------------------------------------------------------------------------------------ */
