@@ -29,6 +29,7 @@
 #define SPINS 200u
 #define READERS_NS (20ULL * 1000 * 1000) /* a running reader finishes in a fraction of it */
 #define READER_ROUNDS 64u /* some 20 ms */
+#define KEEPING_NS (200ULL * 1000 * 1000) /* for a member that can't revoke all: its worker looks every 50 ms, then gives way for as long */
 
 /* --- pins and stamps ------------------------------------------------------------------------------------------ */
 
@@ -120,6 +121,38 @@ static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 	}
 }
 
+/*
+ * A member whose pages of one file are in use (a pipe, direct I/O) answers, but ends no round as long as they are. It still lets go of other files, and maps
+ * some of them again at once. Returns those of 'members' that let a wait run out so and have ended no round since: they are waited for only KEEPING_NS.
+ */
+static tmb_u64 still_keeping(struct tfs *fs, tmb_u64 members)
+{
+	tmb_u64 keeping = 0;
+
+	for (members &= tmb_load(&fs->keeping); members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+
+		if ((tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_done) == tmb_load(&fs->keeping_at[m]))
+			keeping |= 1ULL << m;
+		else
+			tmb_fetch_and(&fs->keeping, ~(1ULL << m));
+	}
+	return keeping;
+}
+
+/* Notes those of 'members' that have begun a round since 'begun' and ended none. */
+static void note_keeping(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
+{
+	for (; members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members), done = (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_done);
+
+		if ((tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) == begun[m])
+			continue;
+		tmb_store(&fs->keeping_at[m], done);
+		tmb_fetch_or(&fs->keeping, 1ULL << m);
+	}
+}
+
 /* Stores how often each of these members has begun to revoke mappings. A round that begins after this one begins after the unlinking. */
 static void rounds_of(struct tfs *fs, tmb_u64 members, tmb_u32 *begun)
 {
@@ -193,26 +226,29 @@ static void tell_silent(struct tfs *fs, tmb_u64 members)
 /* Asks the members that map the inode to revoke their mappings, and waits at most TFS_REVOKE_LIMIT_NS. Returns those that did not. */
 static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
 {
-	tmb_u64 since = 0, left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member)), silent;
+	tmb_u64 since = 0, left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member)), given_up, keeping;
 	tmb_u32 begun[TFS_MEMBERS];
 
 	if (!left)
 		return 0;
 	rounds_of(fs, left, begun);
-	silent = still_silent(fs, left);
+	given_up = still_silent(fs, left);
+	keeping = still_keeping(fs, left);
 	tfs_ring_members(fs, left, TMB_PENDING_REVOKE);
-	left &= ~silent;
+	left &= ~given_up;
 	for (tmb_u32 round = 0; left; round++) {
 		for (tmb_u64 ask = left; ask; ask &= ask - 1)
 			if (let_go(fs, inode, (tmb_u32)__builtin_ctzll(ask), begun[__builtin_ctzll(ask)]))
 				left &= ~(ask & -ask);
-		if (left && !wait_round(fs, round, &since, TFS_REVOKE_LIMIT_NS)) {
-			note_silent(fs, left, begun);
-			tell_silent(fs, left);
+		if (left && !wait_round(fs, round, &since, left & ~keeping ? TFS_REVOKE_LIMIT_NS : KEEPING_NS)) {
+			note_silent(fs, left & ~keeping, begun);
+			note_keeping(fs, left & ~keeping, begun);
+			tell_silent(fs, left & ~keeping);
+			given_up |= left;
 			break;
 		}
 	}
-	return left | silent;
+	return given_up;
 }
 
 tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode)

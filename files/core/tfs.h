@@ -58,6 +58,8 @@ struct tfs {
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: locks of the member's own bits in 'openers' and 'mappers' */
 	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */
 	tmb_u32 silent_at[TFS_MEMBERS]; /* ... when its 'revokes_begun' was this */
+	tmb_u64 keeping; /* bit per member that let such a wait run out though it answers: pages that it maps are in use ... */
+	tmb_u32 keeping_at[TFS_MEMBERS]; /* ... when its 'revokes_done' was this */
 	struct tfs_waiter queue[TFS_QUEUE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */

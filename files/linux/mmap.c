@@ -22,6 +22,7 @@
 #define TMB_POLL_MS 50	   /* while something is mapped or watched and a member has no doorbell */
 #define TMB_WATCH_MS 500   /* while something is mapped or watched: looks for new members without a doorbell; well below TFS_REVOKE_LIMIT_NS */
 #define TMB_FAULT_WAIT 100   /* ms a fault waits for pages in use, before the access starts over */
+#define TMB_GIVE_WAY 50	     /* ms between the revoke of an inode and its next mapping while pages of another one are in use */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
 #define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
 
@@ -122,6 +123,20 @@ static int map_reference(struct inode *inode)
 	return err;
 }
 
+/*
+ * While pages of some inode are in use, this member ends no round (tfs_revoked), and a member that waits for it to let go of another inode sees that by
+ * the mapper bit alone. So the bit stays clear for longer than the pauses between the other member's looks.
+ */
+static int give_way(struct inode *inode)
+{
+	unsigned long until = READ_ONCE(tmb_i(inode)->revoked_at) + msecs_to_jiffies(TMB_GIVE_WAY), now = jiffies;
+
+	if (!READ_ONCE(tmb_sb(inode->i_sb)->keeping) || READ_ONCE(tmb_i(inode)->mapped) || !time_before(now, until))
+		return 0;
+	schedule_timeout_killable(until - now);
+	return fatal_signal_pending(current) ? -EINTR : 0;
+}
+
 static vm_fault_t fault_error(int err)
 {
 	switch (err) {
@@ -212,6 +227,8 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	/* Without room for a block, a hole is read as zeroes. */
 	if (!write && (err == -ENOSPC || err == -EDQUOT))
 		err = 0;
+	if (!err)
+		err = give_way(inode);
 	/* A removal has the lock while it waits for other members' mappings. */
 	if (!err)
 		err = down_read_killable(&mapping->invalidate_lock);
@@ -347,6 +364,7 @@ int tmb_revoke_locked(struct inode *inode)
 	list_del_init(&ti->mapped_link);
 	spin_unlock(&s->mapped_lock);
 	WRITE_ONCE(ti->mapped, false);
+	WRITE_ONCE(ti->revoked_at, jiffies);
 	ti->shows_holes = ti->told_holes = false;
 	end_lingering(s, ti);
 	err = tfs_unmap_ref(&s->fs, tmb_h(inode));
@@ -495,6 +513,7 @@ static void look(struct work_struct *work)
 		spin_lock(&s->mapped_lock);
 		list_splice(&seen, &s->mapped);
 		spin_unlock(&s->mapped_lock);
+		WRITE_ONCE(s->keeping, busy);
 	}
 	if (busy) {
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);

@@ -26,6 +26,7 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	ti->own_from = 0;
 	ti->own_to = 0;
 	ti->mapped = false;
+	ti->revoked_at = jiffies - HZ;
 	ti->shows_holes = ti->told_holes = false;
 	ti->pinned_at = 0;
 	ti->lingers = NULL;

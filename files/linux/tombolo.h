@@ -73,6 +73,7 @@ struct tmb_sb {
 	spinlock_t mapped_lock;
 	struct list_head mapped; /* each is open, or lingers: none is evicted while it is here */
 	atomic_t lingering;	 /* how many of them are closed, but have pages in use */
+	bool keeping;		 /* the last round found pages in use that another member has removed */
 	struct workqueue_struct *work_queue; /* never waits for another member's lock, whose owner may be waiting for this queue */
 	struct delayed_work poll;
 	/* work that may wait for other members; each item by itself */
@@ -106,6 +107,7 @@ struct tmb_inode {
 	bool mapped;
 	u64 map_seq;
 	struct xarray runs; /* page offset -> block << 1 | huge, of what dax may have mapped */
+	unsigned long revoked_at; /* jiffies */
 	bool shows_holes, told_holes; /* zeroes may be mapped where there are holes; and the zone's bit is set */
 	unsigned long pinned_at; /* in 'runs': where a page was in use at the last look */
 	struct list_head mapped_link;

@@ -3,6 +3,7 @@
 
 use std::mem::offset_of;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use rustix::io::Errno;
 use tombolo_files::account;
@@ -993,6 +994,42 @@ fn a_member_that_maps_a_file_again_at_once_does_not_keep_what_was_cut_off() {
     a.truncate(ino, 0, false).expect("truncate");
     assert_eq!(a.deferred(), (0, vec![]));
     assert_eq!(a.statfs().blocks_free, before);
+}
+
+/// A page of one of its files is in a pipe. It answers whenever it is asked, lets go of its other files, and maps some of them again at once.
+#[test]
+fn a_member_that_can_not_let_go_of_a_page_is_waited_for_once_and_again_when_it_can() {
+    let (mut a, _b) = two_members();
+    let ino = file(&a, "mapped");
+    let mappers = inode_field(a.area(), ino.ino, core::mem::offset_of!(sys::tfs_inode, mappers));
+    assert!(a.area().store_word(mappers, 1 << 5));
+    let (area, told) = (a.area().clone(), Arc::new(AtomicU32::new(0)));
+    let lets_go = Arc::new(AtomicBool::new(false));
+    let (tells, ends) = (Arc::clone(&told), Arc::clone(&lets_go));
+    a.tell_waits_to(Box::new(move |member, _, _, _| {
+        assert_eq!(member, 5);
+        tells.fetch_add(1, Ordering::SeqCst);
+    }));
+    a.ring_by(Some(Box::new(move |_| {
+        let own = BLOCK + 5 * size_of::<sys::tfs_member_area>() as u64;
+        let begun = own + core::mem::offset_of!(sys::tfs_member_area, revokes_begun) as u64;
+        let done = own + core::mem::offset_of!(sys::tfs_member_area, revokes_done) as u64;
+        let round = area.word(begun).expect("a word") + 1;
+        assert!(area.store_word(begun, round));
+        assert!(!ends.load(Ordering::SeqCst) || area.store_word(done, round));
+    })));
+    let cut = || {
+        a.pwrite(ino, &[7; 100_000], 0, false).expect("write");
+        a.truncate(ino, 0, false).expect("truncate");
+        (a.deferred().0, told.load(Ordering::SeqCst))
+    };
+    let (first, _) = cut();
+    assert_eq!(told.load(Ordering::SeqCst), 1, "it is waited for, and the log says so");
+    assert_eq!([cut(), cut()], [(2 * first, 1), (3 * first, 1)]);
+    lets_go.store(true, Ordering::SeqCst);
+    assert_eq!(cut(), (3 * first, 1), "it lets go of what is removed now");
+    lets_go.store(false, Ordering::SeqCst);
+    assert_eq!(cut(), (4 * first, 2), "it is waited for as before");
 }
 
 #[test]

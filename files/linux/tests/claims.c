@@ -836,6 +836,21 @@ static int spliced(char **a)
 	return 0;
 }
 
+/* polls FILE STOP: looks at a page of FILE through a mapping all the time, until STOP is there */
+static int polls(char **a)
+{
+	int fd = open(a[0], O_RDONLY);
+	volatile char *m = mmap(NULL, 4096, PROT_READ, MAP_SHARED, fd, 0);
+	struct stat st;
+
+	CHECK(m != MAP_FAILED && m[0] == 'p');
+	printf("polls\n");
+	fflush(stdout);
+	for (unsigned long n = 0; n % 4096 || stat(a[1], &st); n++)
+		CHECK(m[0] == 'p');
+	return 0;
+}
+
 /* seen FILE SIZE: prints the sum of its bytes, as a mapping for reading shows them */
 static int seen(char **a)
 {
@@ -1293,7 +1308,7 @@ static const struct {
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
-	{"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
+	{"polls", polls, 2}, {"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
 };
 
 int main(int argc, char **argv)

@@ -465,6 +465,26 @@ def what_another_guest_removes_comes_back_though_it_was_open_or_mapped_here(a, b
 
 
 @claim(2)
+def a_page_in_a_pipe_holds_up_removals_from_no_other_file_of_another_guest(a, b):
+    df = "df /mnt | tail -1"
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok(df)
+    a.ok("rm -f /tmp/stop; claims spliced /mnt /tmp/stop > /tmp/spliced 2>&1 & until test -s /tmp/spliced; do :; done; cat /tmp/spliced")
+    a.ok("dd if=/dev/zero bs=4k count=1 2>/dev/null | tr '\\0' p > /mnt/polled; { claims polls /mnt/polled /tmp/stop; echo $?; } > /tmp/polls 2>&1 & until test -s /tmp/polls; do :; done; cat /tmp/polls")
+    waits = "dmesg | grep -c 'waiting for member' || true"
+    told = int(b.ok(waits))
+    # The guest can't let go of it.
+    b.ok("truncate -s 0 /mnt/s0")
+    for _ in range(6):
+        b.ok("dd if=/dev/zero bs=4k count=256 seek=1 conv=notrunc of=/mnt/polled 2>/dev/null; truncate -s 4k /mnt/polled")
+    told = int(b.ok(waits)) - told
+    need(told <= 2, "the other guest waited %d times" % told)
+    a.ok("touch /tmp/stop; until test $(wc -l < /tmp/spliced) = 2 && test $(wc -l < /tmp/polls) = 2; do :; done; grep -q shown /tmp/spliced && grep -qx 0 /tmp/polls")
+    a.ok("rm /mnt/polled /mnt/s*")
+    comes_to(a, df, before)
+
+
+@claim(2)
 def what_another_guest_removes_comes_back_though_its_removal_had_failed_here(a, b):
     df = "df /mnt | tail -1"
     a.ok("touch /mnt/x; rm /mnt/x")

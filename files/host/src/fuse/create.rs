@@ -36,6 +36,13 @@ fn may_open(h: &Header, file: &Attr, flags: i32) -> bool {
     file.mode & S_IFMT == S_IFREG && !protected && allowed
 }
 
+/// Returns whether the kernel may refuse an open with O_CREAT of this file because its directory is sticky (proc_sys_fs(5), protected_regular): another
+/// user has put the file there, to read what the caller is going to write.
+fn may_be_a_trap(h: &Header, dir: &Attr, file: &Attr) -> bool {
+    let shared = dir.mode & libc::S_ISVTX != 0 && dir.mode & (libc::S_IWGRP | libc::S_IWOTH) != 0;
+    shared && file.uid != dir.uid && file.uid != h.uid
+}
+
 impl Server {
     /// Makes an inode with a name and answers with its attributes, also if another member removes the name at once.
     pub(super) fn make_closed(
@@ -158,9 +165,11 @@ impl Server {
     /// Opens the file that another member has made. NOENT: it is gone.
     fn open_found(&self, h: &Header, name: &[u8], flags: i32, kill_suid: bool) -> Result<Out> {
         let gone = |e| if e == Errno::STALE { Errno::NOENT } else { e };
-        let found = self.fs.lookup(self.nodes.handle(h.node), name)?.0;
+        let dir = self.fs.getattr(self.nodes.handle(h.node))?;
+        let found = self.fs.lookup(&dir, name)?.0;
         self.nodes.open(&self.fs, found).map_err(gone)?;
-        let opened = self.fs.getattr(found).and_then(|attr| match may_open(h, &attr, flags) {
+        let allowed = |attr: &Attr| may_open(h, attr, flags) && !may_be_a_trap(h, &dir, attr);
+        let opened = self.fs.getattr(found).and_then(|attr| match allowed(&attr) {
             true if flags & libc::O_TRUNC == 0 => Ok(attr),
             true => {
                 self.fs.truncate(found, 0, kill_suid)?;

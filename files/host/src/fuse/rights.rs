@@ -548,6 +548,27 @@ mod tests {
         ask(server, uid, op::CREATE, &body.0)
     }
 
+    /// In such directories the kernel may refuse to open what another user has put there (fs.protected_regular), if it has found it.
+    #[test]
+    fn what_another_user_puts_into_a_sticky_directory_at_that_moment_is_not_opened_unseen() {
+        let server = server();
+        make(&server, "his", 1000);
+        make(&server, "own", 1001);
+        make(&server, "of-the-owner", 0);
+        let set = |mode: u32| {
+            let attr = Attr { mode: libc::S_IFDIR | mode, ..Attr::default() };
+            server.fs.setattr(ROOT, sys::TFS_SET_MODE, &attr).expect("chmod");
+        };
+        for (mode, his) in
+            [(0o1777, Err(Errno::STALE)), (0o1775, Err(Errno::STALE)), (0o1755, Ok(())), (0o777, Ok(()))]
+        {
+            set(mode);
+            assert_eq!(create(&server, 1001, libc::O_WRONLY, "his"), his, "{mode:o}");
+            assert_eq!(create(&server, 1001, libc::O_WRONLY, "own"), Ok(()), "{mode:o}");
+            assert_eq!(create(&server, 1001, libc::O_WRONLY, "of-the-owner"), Ok(()), "{mode:o}");
+        }
+    }
+
     /// Such requests arrive when another member has made the name since the kernel looked.
     #[test]
     fn a_file_that_came_since_the_kernel_looked_is_opened_for_who_may_open_it() {
@@ -561,6 +582,9 @@ mod tests {
             .fs
             .setattr(shut, sys::TFS_SET_MODE, &Attr { mode: libc::S_IFREG | 0o460, ..Attr::default() })
             .expect("chmod");
+        // Nobody puts files there for others to write into.
+        let attr = Attr { mode: libc::S_IFDIR | 0o777, ..Attr::default() };
+        server.fs.setattr(ROOT, sys::TFS_SET_MODE, &attr).expect("chmod");
         assert_eq!(create(&server, 1001, libc::O_RDWR, "open"), Ok(()));
         assert_eq!(create(&server, 1000, libc::O_RDONLY, "shut"), Ok(()));
         for (uid, flags, name, why) in [
