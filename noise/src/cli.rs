@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The arguments and the output that `noise host` and `noise VM` share.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -11,6 +12,9 @@ use crate::recording::Recording;
 use crate::report::{Below, Report, VERSION, report};
 use crate::run::Measurement;
 use crate::{plot, table};
+
+/// The longest report that is read, in bytes: one of a machine with 65,536 CPUs is shorter.
+const LONGEST: u64 = 64 << 20;
 
 /// The options of a measurement and of its output.
 #[derive(Clone, Debug, clap::Args)]
@@ -41,7 +45,10 @@ impl Options {
 
 fn read(path: &Path) -> Result<Report> {
     let shown = path.display();
-    let text = std::fs::read(path).with_context(|| format!("{shown} can't be read"))?;
+    let mut text = Vec::new();
+    let file = File::open(path).and_then(|file| file.take(LONGEST + 1).read_to_end(&mut text));
+    file.with_context(|| format!("{shown} can't be read"))?;
+    ensure!(text.len() as u64 <= LONGEST, "{shown} is no report: it is longer than {} MiB", LONGEST >> 20);
     let words = || format!("{shown} is no report; 'tombolo noise --json' writes one");
     let report: Report = serde_json::from_slice(&text).with_context(words)?;
     let version = report.version;
@@ -62,11 +69,6 @@ pub fn show(
     json: bool,
 ) -> Result<()> {
     let measured = report(target, options.measurement.threshold, recording, below, options.model_ranks);
-    if let Some(path) = &options.svg {
-        let picture = plot::svg(&measured)?;
-        std::fs::write(path, picture)
-            .with_context(|| format!("the picture can't be written to {}", path.display()))?;
-    }
     let text = match (json, before) {
         (true, _) => format!("{}\n", serde_json::to_string_pretty(&measured.report)?),
         (false, Some(before)) => {
@@ -74,13 +76,20 @@ pub fn show(
         }
         (false, None) => table::text(&measured.report),
     };
-    std::io::stdout().lock().write_all(text.as_bytes())?;
-    Ok(())
+    // One of the two is there where the other can't be written.
+    let printed = std::io::stdout().lock().write_all(text.as_bytes());
+    if let Some(path) = &options.svg {
+        let picture = plot::svg(&measured)?;
+        std::fs::write(path, picture)
+            .with_context(|| format!("the picture can't be written to {}", path.display()))?;
+    }
+    Ok(printed?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::recording::{Gap, Record};
 
     #[test]
     fn what_is_no_report_is_named() {
@@ -94,5 +103,29 @@ mod tests {
         report.version = 2;
         std::fs::write(&path, serde_json::to_string(&report).unwrap()).unwrap();
         assert!(refused().contains("version 2"), "{}", refused());
+        // Without an end, and too deep for a parser that calls itself.
+        let error = format!("{:#}", read(Path::new("/dev/zero")).unwrap_err());
+        assert!(error.contains("longer than 64 MiB"), "{error}");
+        std::fs::write(&path, "[".repeat(1 << 20)).unwrap();
+        assert!(refused().contains("is no report"), "{}", refused());
+    }
+
+    #[test]
+    fn names_that_another_program_has_written_say_nothing_to_a_terminal() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("before.json");
+        let gap = Gap { start: 0, end: 9000, smis: 0 };
+        let record = Record { last: 10_000, gaps: vec![gap], ..Record::default() };
+        let recording = Recording { hz: 1_000_000, traced: vec![record], ..Recording::default() };
+        let report = report("host", 5.0, &recording, &Below::default(), None).report;
+        let written = serde_json::to_string(&report).unwrap();
+        let written = written.replace(r#""name":"""#, r#""name":"\u001b]0;x\u0007\ny""#);
+        std::fs::write(&path, written.replace(r#""target":"host""#, r#""target":"\u001b[2J""#)).unwrap();
+        let text = table::compared(&read(&path).unwrap(), &report);
+        assert!(
+            text.contains("unknown \u{fffd}]0;x\u{fffd}\u{fffd}y") && text.contains("before: \u{fffd}[2J"),
+            "{text}"
+        );
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
     }
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::attribute::{Explained, Limits, attribute};
 use crate::model::{self, Step};
 use crate::recording::{Record, Recording};
-use crate::source::{Kind, Source};
+use crate::source::{Kind, Source, plain_of};
 use crate::timeline::{self, Timeline};
 
 /// The version of the JSON.
@@ -25,6 +25,7 @@ pub struct Report {
     /// [`VERSION`].
     pub version: u32,
     /// `host`, or the VM's name.
+    #[serde(deserialize_with = "plain_of")]
     pub target: String,
     /// Length of a phase in seconds.
     pub seconds: f64,
@@ -63,6 +64,12 @@ pub struct Cpu {
     pub units: Spread,
     /// System management interrupts were counted.
     pub smis_counted: bool,
+    /// The time-stamp counter of that kernel's CPU at the begin of the phase in which causes were recorded. Reports before this field have 0.
+    #[serde(default)]
+    pub first_tick: u64,
+    /// The same at its end.
+    #[serde(default)]
+    pub last_tick: u64,
 }
 
 /// How values are spread.
@@ -226,6 +233,8 @@ fn cpus(recording: &Recording, records: &[Record], us: impl Fn(f64) -> f64) -> V
             work_us: Spread::of(plain.work.iter().map(|ticks| us(f64::from(*ticks)))),
             units: Spread::of(plain.time.iter().map(|units| f64::from(*units))),
             smis_counted: record.smis_counted,
+            first_tick: record.first,
+            last_tick: record.last,
         }
     };
     records.iter().map(of).collect()

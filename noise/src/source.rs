@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The kernel that recorded it: the host's or the guest's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -52,14 +52,25 @@ pub struct Source {
     pub place: Place,
     /// Thread, interrupt, softirq and the like; decides the remedy.
     pub kind: Kind,
-    /// The name that the kernel has for it; empty where the kind says all.
+    /// The name that the kernel has for it, [plain]; empty where the kind says all.
+    #[serde(deserialize_with = "plain_of")]
     pub name: String,
+}
+
+/// `text` without control characters, which a terminal obeys and XML forbids: a thread of any user or guest has any name.
+pub(crate) fn plain(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
+}
+
+/// Reads a text of a report that any program may have written.
+pub(crate) fn plain_of<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    String::deserialize(from).map(|text| plain(&text))
 }
 
 impl Source {
     /// A source that this machine's kernel recorded.
-    pub fn here(kind: Kind, name: impl Into<String>) -> Self {
-        Self { place: Place::Here, kind, name: name.into() }
+    pub fn here(kind: Kind, name: impl AsRef<str>) -> Self {
+        Self { place: Place::Here, kind, name: plain(name.as_ref()) }
     }
 
     /// The same, recorded by the host below.

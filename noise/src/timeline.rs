@@ -96,7 +96,7 @@ pub fn of_cpu(events: &[Event], measured: u32, hz: u64) -> Timeline {
             What::Nmi { name, nanoseconds } => {
                 let ticks = u128::from(*nanoseconds) * u128::from(hz) / 1_000_000_000;
                 let start = event.at.saturating_sub(u64::try_from(ticks).unwrap_or(u64::MAX));
-                let source = Source::here(Kind::Nmi, name.clone());
+                let source = Source::here(Kind::Nmi, name);
                 nmis.push(Span { start, end: event.at, source, recorded: true });
             }
             What::PageFault if cpu.owner(measured).is_none() => faults.push(event.at),
@@ -134,7 +134,7 @@ pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
             }
             What::Switch { to, .. } if *to == measured => (place, asleep) = (Some(number), false),
             What::VmExit(reason) if event.thread == measured => {
-                exit = Some(Source::here(Kind::VmExit, reason.clone()));
+                exit = Some(Source::here(Kind::VmExit, reason));
                 place = Some(number);
             }
             What::VmEntry if event.thread == measured => {

@@ -4,6 +4,8 @@
 
 use std::collections::BTreeMap;
 
+/// The longest line that the kernel prints of an event, with room to spare.
+const LONGEST: usize = 1024;
 /// The width of the thread's name at the begin of a line; a `-` and the thread's number follow.
 const NAME: usize = 16;
 
@@ -80,13 +82,22 @@ pub type Trace = BTreeMap<u32, Vec<Event>>;
 pub fn parse(text: &[u8]) -> Trace {
     let mut trace = Trace::new();
     let mut last = BTreeMap::new();
+    // Lines that are no event by themselves: the kernel prints a thread's name as it is, which may have line ends.
+    let mut broken: Vec<u8> = Vec::new();
     for line in text.split(|byte| *byte == b'\n') {
-        if let Some((cpu, event)) = event(line) {
+        broken.extend_from_slice(line);
+        if let Some((cpu, event)) = event(line).or_else(|| event(&broken)) {
             last.insert(cpu, event.at);
             trace.entry(cpu).or_default().push(event);
+            broken.clear();
         } else if let Some(cpu) = lost(line) {
             let at = last.get(&cpu).copied().unwrap_or(0);
             trace.entry(cpu).or_default().push(Event { at, thread: 0, what: What::Lost });
+            broken.clear();
+        } else if broken.len() < LONGEST {
+            broken.push(b'\n');
+        } else {
+            broken.clear();
         }
     }
     for events in trace.values_mut() {
@@ -232,7 +243,7 @@ CPU:1 [LOST 7 EVENTS]
         }
 
         #[test]
-        fn a_thread_of_any_name_is_named(name in "[ -~]{0,15}", from in 1u32.., to in 1u32.., at: u64) {
+        fn a_thread_of_any_name_is_named(name in "[ -~\n\u{1b}]{0,15}", from in 1u32.., to in 1u32.., at: u64) {
             let line = format!("{name:>16}-{from:<7} [003] d..2. {at:>12}: sched_switch: prev_comm={name} prev_pid={from} \
                 prev_prio=120 prev_state=S ==> next_comm={name} next_pid={to} next_prio=9");
             let trace = parse(line.as_bytes());

@@ -58,6 +58,7 @@ pub fn trace(out: &mut impl Write, instance: &mut Instance) -> Result<(), String
     line(out, &format!("lost {}", instance.lost()))?;
     let mut text = instance.text()?;
     let mut buffer = Vec::new();
+    let mut heading = true;
     loop {
         buffer.clear();
         let read =
@@ -65,8 +66,9 @@ pub fn trace(out: &mut impl Write, instance: &mut Instance) -> Result<(), String
         if read == 0 {
             return Ok(());
         }
-        // Comments are the header of the table.
-        if !buffer.starts_with(b"#") {
+        // The table begins with comments. Below them a line may begin so too, where a thread's name has a line end.
+        heading = heading && buffer.starts_with(b"#");
+        if !heading {
             let written = out.write_all(b"|").and_then(|()| out.write_all(&buffer));
             written.map_err(|e| format!("the output can't be written: {e}"))?;
         }

@@ -112,7 +112,7 @@ pub fn calibrate(cpu: u32, ticks: u64) -> Result<u64, String> {
 /// Measures all CPUs at once, a thread on each.
 ///
 /// # Errors
-/// A thread can't be started or bound.
+/// A thread can't be started or bound, or is no longer on its CPU at the end.
 pub fn on_all(plan: &Plan<'_>, cpus: &[u32]) -> Result<Vec<Record>, String> {
     let before = steal();
     let mut records = std::thread::scope(|scope| {
@@ -145,6 +145,11 @@ fn on(plan: &Plan<'_>, cpu: u32) -> Result<Record, String> {
     // Not allowed without CAP_IPC_LOCK or a limit; the pages were touched just now.
     let _ = system::lock_memory();
     turn(plan, counter.as_ref(), &mut record);
+    if !system::is_on(cpu) {
+        return Err(format!(
+            "CPU {cpu} went offline while it was measured, or another program moved the thread that measures it; measure again, or without it (--cpus)"
+        ));
+    }
     Ok(record)
 }
 
@@ -164,6 +169,8 @@ fn turn(plan: &Plan<'_>, counter: Option<&SmiCounter>, record: &mut Record) {
     let mut value = 0;
     let mut last = now();
     record.first = last;
+    // A thread that was held up before is measured as long as the others.
+    let end = plan.end + last.saturating_sub(plan.begin);
     let (mut quantum, mut done) = (last, 0);
     let (mut slot_end, mut slot_done) = (last + plan.slot, 0u32);
     loop {
@@ -192,7 +199,7 @@ fn turn(plan: &Plan<'_>, counter: Option<&SmiCounter>, record: &mut Record) {
         }
         if done == plan.units {
             push(&mut record.fixed_work, u32::try_from(time.saturating_sub(quantum)).unwrap_or(u32::MAX));
-            if time >= plan.end || plan.stop.load(Ordering::Relaxed) {
+            if time >= end || plan.stop.load(Ordering::Relaxed) {
                 record.last = time;
                 return;
             }
@@ -272,6 +279,28 @@ mod tests {
         assert!(units > 0 && units <= plan.units * record.fixed_work.len() as u64, "{units}");
         let ordered = record.gaps.windows(2).all(|two| two[0].end <= two[1].start);
         assert!(ordered && record.gaps.iter().all(|gap| record.first <= gap.start && gap.end <= record.last));
+    }
+
+    #[test]
+    fn a_thread_that_begins_late_is_measured_as_long_as_the_others() {
+        let stop = AtomicBool::new(false);
+        let cpu = crate::cpus::choose(None).unwrap()[0];
+        // What was to be measured is over already.
+        let (length, now) = (20_000_000, now());
+        let [begin, end] = [3, 2].map(|lengths| now - lengths * length);
+        let plan = Plan {
+            begin,
+            end,
+            threshold: 1 << 30,
+            unit: 1,
+            units: 100,
+            slot: length,
+            smis: false,
+            gaps: 1,
+            stop: &stop,
+        };
+        let record = &on_all(&plan, &[cpu]).unwrap()[0];
+        assert!(record.last - record.first >= length, "{} ticks", record.last - record.first);
     }
 
     #[test]

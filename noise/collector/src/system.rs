@@ -30,6 +30,7 @@ unsafe extern "C" {
     fn prctl(option: c_int, ...) -> c_int;
     fn unshare(flags: c_int) -> c_int;
     fn gettid() -> c_int;
+    fn sched_getcpu() -> c_int;
     fn mmap(
         address: *mut c_void,
         size: usize,
@@ -67,6 +68,12 @@ pub fn bind(cpus: &[u32]) -> Result<(), String> {
 pub fn thread() -> u32 {
     // SAFETY: it takes nothing and can't fail.
     unsafe { gettid() }.unsigned_abs()
+}
+
+/// Returns whether the calling thread runs on this CPU.
+pub fn is_on(cpu: u32) -> bool {
+    // SAFETY: it takes nothing.
+    u32::try_from(unsafe { sched_getcpu() }) == Ok(cpu)
 }
 
 /// Keeps the pages that are mapped now in memory. Without the privilege they stay there anyway unless memory is short.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A plan in the words of libvirt's XML: an existing domain as it must be to lie on the host's topology. What the plan does not decide stays as it is.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use xml::reader::{EventReader, XmlEvent};
 use xmltree::{Element, EmitterConfig, XMLNode};
 
 use crate::cpus::CpuSet;
@@ -11,6 +12,26 @@ use crate::plan::VmPlan;
 use crate::qemu;
 use crate::request::{Pages, Part, Request};
 use crate::shape::Slot;
+
+/// More I/O threads than a domain has.
+const MOST_IOTHREADS: usize = 1 << 16;
+
+/// The most elements in each other: the parser calls itself for each.
+const DEEPEST: u32 = 64;
+
+/// Returns whether no element of this XML is deeper than [`DEEPEST`], as far as it is well-formed.
+fn is_flat(text: &str) -> bool {
+    let events = EventReader::new(text.as_bytes()).into_iter().map_while(Result::ok);
+    let depths = events.scan(0u32, |depth, event| {
+        match event {
+            XmlEvent::StartElement { .. } => *depth += 1,
+            XmlEvent::EndElement { .. } => *depth -= 1,
+            _ => {}
+        }
+        Some(*depth)
+    });
+    depths.into_iter().all(|depth| depth <= DEEPEST)
+}
 
 /// A domain's XML.
 #[derive(Clone, Debug)]
@@ -24,6 +45,10 @@ impl Domain {
     /// # Errors
     /// It is no domain.
     pub fn parse(text: &str) -> Result<Domain> {
+        ensure!(
+            is_flat(text),
+            "the domain's XML has more than {DEEPEST} elements in each other, which no domain has"
+        );
         let root = Element::parse(text.as_bytes()).context("the domain's XML is malformed")?;
         if root.name != "domain" {
             bail!("this XML is of a <{}>, not of a <domain>", root.name);
@@ -49,7 +74,7 @@ impl Domain {
     /// The domain's request to the host: CPUs, memory and PCI devices.
     ///
     /// # Errors
-    /// The XML does not say how many CPUs or how much memory it has.
+    /// The XML does not say how many CPUs or how much memory it has, or has more I/O threads than a machine can.
     pub fn request(&self, part: Part, pages: Pages) -> Result<Request> {
         let text = |name: &str| self.root.get_child(name).and_then(Element::get_text);
         let name = text("name").map(|name| name.trim().to_owned()).context("the domain has no <name>")?;
@@ -57,6 +82,8 @@ impl Domain {
             text("vcpu").and_then(|count| count.trim().parse().ok()).context("the domain has no <vcpu>")?;
         let memory = self.root.get_child("memory").context("the domain has no <memory>")?;
         let memory = bytes(memory).context("the domain's <memory> is no size")? / (2 * MIB) * (2 * MIB);
+        let iothreads = || format!("the domain's <iothreads> is no number from 0 to {MOST_IOTHREADS}");
+        self.count_of_iothreads().with_context(iothreads)?;
         let devices =
             self.passed_through().filter_map(|device| address(device.get_child("source")?)).collect();
         Ok(Request { name, part, cpus, memory, pages, devices })
@@ -137,10 +164,15 @@ impl Domain {
         self.put(vcpu);
     }
 
+    /// How many I/O threads the domain says that it has.
+    fn count_of_iothreads(&self) -> Option<usize> {
+        let count = self.root.get_child("iothreads").and_then(Element::get_text);
+        count.map_or(Some(0), |count| count.trim().parse().ok().filter(|count| *count <= MOST_IOTHREADS))
+    }
+
     /// The numbers of the domain's I/O threads.
     fn iothreads(&self) -> Vec<u32> {
-        let count = self.root.get_child("iothreads").and_then(Element::get_text);
-        let count: usize = count.and_then(|count| count.trim().parse().ok()).unwrap_or(0);
+        let count = self.count_of_iothreads().unwrap_or(0);
         let ids = self.root.get_child("iothreadids").into_iter().flat_map(|ids| ids.children.iter());
         let ids = ids.filter_map(|node| node.as_element()?.attributes.get("id")?.parse().ok());
         let mut named: Vec<u32> = ids.collect();
@@ -248,8 +280,9 @@ impl Domain {
         };
         let highest =
             devices.children.iter().filter_map(XMLNode::as_element).filter(|e| of_controllers("pci", e));
-        let highest = highest.filter_map(|e| e.attributes.get("index")?.parse::<u32>().ok()).max();
-        let mut next = highest.unwrap_or(0) + 1;
+        // A guest has 256 buses, so libvirt refuses a larger index.
+        let highest = highest.filter_map(|e| e.attributes.get("index")?.parse::<u16>().ok()).max();
+        let mut next = highest.map_or(0, u32::from) + 1;
         for root in &plan.roots {
             let bus = next;
             let mut expander = controller(bus, "pcie-expander-bus");
@@ -497,6 +530,24 @@ mod tests {
         let pin = |id: u32| format!("<iothreadpin iothread=\"{id}\" cpuset=\"0-1,8-9\" />");
         assert_eq!(pins, [pin(1), pin(2), pin(7)], "{text}");
         assert_eq!(is_valid(&text), Ok(()), "{text}");
+    }
+
+    #[test]
+    fn odd_numbers_and_depths_of_a_domain_are_refused() {
+        let refused = |from: &str, to: &str| {
+            let domain = Domain::parse(&XML.replace(from, to));
+            let request = domain.and_then(|domain| domain.request(Part::Host, Pages::Auto));
+            format!("{:#}", request.unwrap_err())
+        };
+        for count in ["1000000000", "-1", "x"] {
+            let error = refused("<cputune>", &format!("<iothreads>{count}</iothreads><cputune>"));
+            assert!(error.contains("<iothreads> is no number from 0 to 65536"), "{error}");
+        }
+        let deep = format!("{}{}<cputune>", "<a>".repeat(100_000), "</a>".repeat(100_000));
+        assert!(refused("<cputune>", &deep).contains("more than 64 elements in each other"));
+        // An index beyond all buses is left out of account: libvirt refuses it.
+        let xml = XML.replace("index='0'", "index='4294967295'");
+        assert!(placed(&host(), &xml, &Rules::default()).text().unwrap().contains("index=\"1\""));
     }
 
     #[test]

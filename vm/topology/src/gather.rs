@@ -3,7 +3,7 @@
 //!
 //! The guest wrote the output, so nothing of it is believed: paths are built from known folders and plain names, and sizes are bounded.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -16,6 +16,10 @@ use crate::read;
 pub const SCRIPT: &str = include_str!("gather.sh");
 /// The longest output that is looked at, in bytes: 1,024 CPUs write a tenth of it.
 pub const LONGEST: usize = 32 << 20;
+/// The most files and folders that are written, which take a page each in a tmpfs: 1,024 CPUs have half of them.
+const MOST_FILES: usize = 1 << 17;
+/// The most parts of a path below a folder of the script's: `cpu0/cache/index0/size` has four, `node0/access0/initiators/node0` too.
+const DEEPEST: usize = 5;
 
 /// The machine that the output of [`SCRIPT`] describes. `reader` starts a process that calls [`read::answer`].
 ///
@@ -53,6 +57,7 @@ pub fn unpack(output: &str, root: &Path) -> Result<Unpacked> {
         output.len()
     );
     let mut files: BTreeMap<PathBuf, Vec<u8>> = BTreeMap::new();
+    let mut links: BTreeSet<PathBuf> = BTreeSet::new();
     let mut folder: Option<PathBuf> = None;
     for line in output.lines() {
         if let Some(name) = line.strip_prefix("== ") {
@@ -62,15 +67,22 @@ pub fn unpack(output: &str, root: &Path) -> Result<Unpacked> {
         let (Some(folder), Some((name, text))) = (&folder, line.split_once(':')) else {
             bail!("the guest said {line:.60?} in place of a file of /sys");
         };
+        ensure!(
+            files.len() + links.len() < MOST_FILES,
+            "the guest has {MOST_FILES} or more files of /sys: that is no machine"
+        );
         let (path, bytes) = match (name.strip_suffix('/'), name.strip_suffix('#')) {
             (Some(link), _) => {
-                std::fs::create_dir_all(root.join(folder).join(plain(link)?))?;
+                links.insert(folder.join(plain(link)?));
                 continue;
             }
             (_, Some(name)) => (plain(name)?, from_hex(text)?),
             _ => (plain(name)?, format!("{text}\n").into_bytes()),
         };
         files.entry(folder.join(path)).or_default().extend(bytes);
+    }
+    for link in links {
+        std::fs::create_dir_all(root.join(link))?;
     }
     for (path, bytes) in &files {
         let path = root.join(path);
@@ -107,7 +119,11 @@ fn plain(name: &str) -> Result<PathBuf> {
             && !part.starts_with('.')
             && part.chars().all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c))
     };
-    ensure!(name.split('/').all(good), "the guest named the file {name:.60?}, which is no file of /sys");
+    let shallow = name.split('/').count() <= DEEPEST;
+    ensure!(
+        shallow && name.split('/').all(good),
+        "the guest named the file {name:.60?}, which is no file of /sys"
+    );
     Ok(name.into())
 }
 
@@ -181,6 +197,26 @@ mod tests {
             assert!(unpack(output, &inner).is_err(), "{output}");
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_guest_fills_no_file_system_of_the_host() {
+        let folder = tempfile::tempdir().unwrap();
+        let many = |begin: &str, line: &dyn Fn(usize) -> String| {
+            (0..=MOST_FILES).fold(format!("== {begin}\n"), |text, number| text + &line(number))
+        };
+        let cpus = "/sys/devices/system/cpu";
+        for output in [
+            many(cpus, &|number| format!("{number:x}:\n")),
+            many(cpus, &|number| format!("{number:x}/:\n")),
+            format!("== {cpus}\n{}:1", ["a"; 1000].join("/")),
+            format!("== {cpus}\n{}/:", ["a"; 1000].join("/")),
+        ] {
+            assert!(output.len() < LONGEST);
+            let error = format!("{:#}", unpack(&output, folder.path()).unwrap_err());
+            assert!(error.contains("no machine") || error.contains("no file of /sys"), "{error}");
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "{error}");
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ pub type Users = BTreeMap<String, CpuSet>;
 
 /// A machine as a tree.
 pub fn text(machine: &Topology, users: &Users) -> String {
-    let memory = machine.nodes.iter().map(|node| node.memory).sum();
+    let memory = machine.nodes.iter().fold(0u64, |sum, node| sum.saturating_add(node.memory));
     let mut out = format!("machine: {} CPUs, {}\n", machine.cpus.len(), size(memory));
     let own = machine.own_cpus();
     for node in &machine.nodes {

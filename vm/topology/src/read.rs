@@ -17,6 +17,7 @@ use hwlocality::object::attributes::{DownstreamAttributes, ObjectAttributes};
 use hwlocality::object::distance::DistancesKind;
 use hwlocality::object::types::ObjectType;
 use hwlocality::topology::builder::{BuildFlags, TopologyBuilder, TypeFilter};
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::cpus::CpuSet;
 use crate::model::{Access, Cpu, Device, HugePages, Node, Root, Topology};
@@ -25,6 +26,9 @@ use crate::model::{Access, Cpu, Device, HugePages, Node, Root, Topology};
 pub const FSROOT: &str = "HWLOC_FSROOT";
 /// The most CPUs that a description may have: more than any machine has, and few enough to be read at once.
 const MOST_CPUS: usize = 1 << 14;
+/// The most memory, in bytes, and seconds of a CPU that the reading of a folder takes: 3,000 CPUs take 31 MiB and half a second.
+const MOST_MEMORY: u64 = 2 << 30;
+const MOST_SECONDS: u64 = 60;
 
 /// This host.
 ///
@@ -43,10 +47,33 @@ pub fn host() -> Result<Topology> {
 /// # Errors
 /// The description is none.
 pub fn synthetic(description: &str) -> Result<Topology> {
+    ensure!(
+        cpus_of(description) <= MOST_CPUS as u64,
+        "'{description:.60}' describes more than {MOST_CPUS} CPUs, which no machine has"
+    );
     let builder = Hwloc::builder()
         .from_synthetic(description)
         .with_context(|| format!("'{description}' is no synthetic description of hwloc's; see lstopo(1)"))?;
     Ok(plain(&built(builder)?))
+}
+
+/// The number of CPUs that a synthetic description names, before hwloc makes objects of them: the product of the numbers of its levels, without what is in
+/// brackets.
+fn cpus_of(description: &str) -> u64 {
+    let mut depth = 0u32;
+    let outside: String = description
+        .chars()
+        .filter(|c| {
+            match c {
+                '(' | '[' => depth += 1,
+                ')' | ']' => depth = depth.saturating_sub(1),
+                _ => return depth == 0,
+            }
+            false
+        })
+        .collect();
+    let count = |level: &str| level.rsplit(':').next().and_then(|number| number.parse().ok()).unwrap_or(1);
+    outside.split_ascii_whitespace().map(count).fold(1, u64::saturating_mul)
 }
 
 /// Prints the topology in the folder that [`FSROOT`] names, as JSON: the child's part of [`folder`].
@@ -55,6 +82,11 @@ pub fn synthetic(description: &str) -> Result<Topology> {
 /// The variable is not set, or hwloc finds nothing.
 pub fn answer() -> Result<()> {
     let root = std::env::var_os(FSROOT).with_context(|| format!("{FSROOT} is not set"))?;
+    // A guest may have written CPU numbers for which hwloc makes masks of gigabytes.
+    for (resource, most) in [(Resource::As, MOST_MEMORY), (Resource::Cpu, MOST_SECONDS)] {
+        let limit = Rlimit { current: Some(most), maximum: Some(most) };
+        setrlimit(resource, limit).context("this process can't limit itself")?;
+    }
     let mut topology = plain(&built(Hwloc::builder())?);
     for node in &mut topology.nodes {
         count_free(Path::new(&root), node);
@@ -259,6 +291,21 @@ mod tests {
         assert_eq!(machine.groups(|cpu| Some(cpu.core)).len(), 16);
         assert_eq!(machine.node_of(31), Some(1));
         assert!(synthetic("package:two").unwrap_err().to_string().contains("synthetic description"));
+    }
+
+    #[test]
+    fn a_description_of_more_cpus_than_any_machine_has_is_refused_at_once() {
+        for description in
+            ["pu:4294967295", "package:100000 pu:100000", "package:2 [numa(memory=1GiB)] core:8193 pu:1"]
+        {
+            let error = synthetic(description).unwrap_err().to_string();
+            assert!(error.contains("more than 16384 CPUs"), "{error}");
+        }
+        let memory = "package:2 [numa(memory=99999999999999999999GiB)] pu:1";
+        assert!(
+            crate::picture::text(&synthetic(memory).unwrap(), &Default::default())
+                .starts_with("machine: 2 CPUs")
+        );
     }
 
     #[test]
