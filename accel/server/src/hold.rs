@@ -121,7 +121,7 @@ impl Threads {
 }
 
 /// The most threads that are no crowd.
-fn few() -> usize {
+pub(crate) fn few() -> usize {
     static FEW_HERE: OnceLock<usize> = OnceLock::new();
     *FEW_HERE.get_or_init(|| FEW * std::thread::available_parallelism().map_or(1, usize::from))
 }
@@ -140,6 +140,16 @@ impl Hold {
     /// Returns whether it is held back by stopping it, although those that are ahead use what others leave.
     pub fn is_crowd(&self) -> bool {
         matches!(&self.means, Means::Threads(threads) if threads.are_many)
+    }
+
+    /// Returns whether it was killed. It may take long to end.
+    pub fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// Returns whether the last call of [`Hold::set`] has done all that it was to do: the threads of a crowd are left as they are for a while.
+    pub fn is_settled(&self) -> bool {
+        self.is_over || !matches!(&self.means, Means::Threads(threads) if !threads.is_set)
     }
 
     /// Holds the worker back, or lets it run. To be called from time to time while nothing changes, too. `census`: the processes that it has started.
@@ -335,11 +345,12 @@ fn set_processes(pid: u32, policy: libc::c_int, with_others: bool) -> Pass {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::process::{Child, Command, Stdio};
 
-    fn policies(pid: u32) -> Vec<libc::c_int> {
+    /// Those of all threads of a process.
+    pub(crate) fn policies(pid: u32) -> Vec<libc::c_int> {
         let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("it lives").flatten();
         // SAFETY: takes an integer.
         let policy = |thread: i32| unsafe { libc::sched_getscheduler(thread) };
@@ -418,10 +429,10 @@ mod tests {
     }
 
     /// A process of accel/tests/held.c, a child of this one; it ends with this value.
-    struct Held(Child);
+    pub(crate) struct Held(pub(crate) Child);
 
     impl Held {
-        fn start(what: &str, count: u32) -> Held {
+        pub(crate) fn start(what: &str, count: u32) -> Held {
             use std::io::{BufRead, BufReader};
             static PROGRAM: OnceLock<tempfile::TempDir> = OnceLock::new();
             let folder = PROGRAM.get_or_init(|| {
