@@ -62,6 +62,8 @@ struct Share {
     /// The time at which it was last seen to run, or to be ready to.
     ran: Option<Duration>,
     held: bool,
+    /// Of what it has spent, what others left to it since the last look, as it was held back.
+    left: f64,
     peer: Option<Peer>,
 }
 
@@ -71,7 +73,9 @@ impl Share {
         // Less than before: one of a VM's processes has ended.
         let ran = used.cpu.saturating_sub(std::mem::replace(&mut self.cpu, used.cpu));
         self.price = FULL_WEIGHT / f64::from(used.weight.max(1));
-        self.spent += ran.as_secs_f64() * self.price;
+        let spent = ran.as_secs_f64() * self.price;
+        self.spent += spent;
+        self.left = if self.held { spent } else { 0.0 };
         ran
     }
 
@@ -182,7 +186,8 @@ impl Divider {
         let behind = active.first().map_or(self.behind, |(spent, _)| *spent);
         self.behind = behind;
         let stops = self.shares.values().any(|share| share.held);
-        let owes = |share: &Share| share.spent - OWED * share.price;
+        // What it had before it was held back, however late that is seen, it owes in full.
+        let owes = |share: &Share| (share.spent - OWED * share.price).min(behind + share.left);
         let owed = self.shares.values().filter(|s| s.active(now)).map(owes).fold(f64::NEG_INFINITY, f64::max);
         let count = idle.map_or(1, |idle| self.window.look(now, idle, active.len(), stops));
         let divides = !several || count < active.len();
@@ -491,6 +496,36 @@ mod tests {
             let (got, _) = host.run(SECOND);
             assert!(got[0] < 0.8, "{uses_rest}: {got:?}");
         }
+    }
+
+    #[test]
+    fn what_a_tenant_had_before_it_was_held_back_is_owed_in_full_however_late_it_is_seen() {
+        let mut divider = Divider::default();
+        let mut now = Duration::ZERO;
+        let mut look = |a: u64, b: u64| {
+            now += TICK;
+            let used = |ms| Used { weight: 100, cpu: Duration::from_millis(ms), peer: None };
+            let used = BTreeMap::from([("a".to_owned(), used(a)), ("b".to_owned(), used(b))]);
+            divider.look(now, &used, None, |_| true);
+            divider.holds("b")
+        };
+        let (mut a, mut b) = (0, 0);
+        for _ in 0..10 {
+            (a, b) = (a + 4, b + 4);
+            assert!(!look(a, b));
+        }
+        // As of many processes, at which the server does not look each time.
+        b += 300;
+        assert!(look(a, b));
+        let before = a;
+        loop {
+            // Both processors, but for a little that is left.
+            (a, b) = (a + 7, b + 1);
+            if !look(a, b) {
+                break;
+            }
+        }
+        assert!(a - before > 290, "{}", a - before);
     }
 
     #[test]

@@ -9,10 +9,14 @@ use crate::wall::census::Census;
 use crate::wall::cgroup::Group;
 use crate::wall::limits::TASKS;
 use crate::wall::spawn;
+use rustix::fs::{CWD, Dir, Mode, OFlags};
 use std::fs;
+use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
+
+const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
 /// A pass over a worker's threads may miss those that were started meanwhile; so many passes are made at once.
 const PASSES: u32 = 4;
@@ -41,9 +45,13 @@ impl Way {
     /// on kernels that tell which processes a thread started (CONFIG_PROC_CHILDREN).
     pub fn without_groups() -> Way {
         // On a thread of its own, which ends with what it set.
-        let tried =
-            std::thread::spawn(|| set_thread(0, libc::SCHED_IDLE) && set_thread(0, libc::SCHED_OTHER));
-        let may = tried.join().is_ok_and(|may| may);
+        let tried = std::thread::spawn(|| {
+            let own = Process::of(std::process::id() as i32)?;
+            // SAFETY: takes nothing.
+            let thread = unsafe { libc::gettid() };
+            Some([libc::SCHED_IDLE, libc::SCHED_OTHER].map(|policy| own.set(thread, policy)))
+        });
+        let may = tried.join().is_ok_and(|tried| tried == Some([Outcome::Changed; 2]));
         if may && fs::exists("/proc/thread-self/children").unwrap_or(false) {
             Way::Threads
         } else {
@@ -100,14 +108,7 @@ impl Threads {
         if !self.is_set && (Instant::now() >= self.rest || is_new && !self.are_many) {
             let began = divide::own_time();
             let policy = if holds { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
-            let mut left = PASSES;
-            let last = loop {
-                let pass = set_processes(pid, policy, has_others);
-                left -= 1;
-                if pass.is_complete || left == 0 || pass.threads > few() {
-                    break pass;
-                }
-            };
+            let last = set_all(pid, policy, has_others, few());
             (self.is_set, self.escape, self.are_many) =
                 (last.is_complete, !last.is_complete, last.threads > few());
             self.rest = Instant::now() + RESTS * divide::own_time().saturating_sub(began);
@@ -120,7 +121,7 @@ impl Threads {
 }
 
 /// The most threads that are no crowd.
-fn few() -> usize {
+pub(crate) fn few() -> usize {
     static FEW_HERE: OnceLock<usize> = OnceLock::new();
     *FEW_HERE.get_or_init(|| FEW * std::thread::available_parallelism().map_or(1, usize::from))
 }
@@ -139,6 +140,16 @@ impl Hold {
     /// Returns whether it is held back by stopping it, although those that are ahead use what others leave.
     pub fn is_crowd(&self) -> bool {
         matches!(&self.means, Means::Threads(threads) if threads.are_many)
+    }
+
+    /// Returns whether it was killed. It may take long to end.
+    pub fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// Returns whether the last call of [`Hold::set`] has done all that it was to do: the threads of a crowd are left as they are for a while.
+    pub fn is_settled(&self) -> bool {
+        self.is_over || !matches!(&self.means, Means::Threads(threads) if !threads.is_set)
     }
 
     /// Holds the worker back, or lets it run. To be called from time to time while nothing changes, too. `census`: the processes that it has started.
@@ -190,11 +201,7 @@ impl Hold {
             }
             Means::Threads(_) if spawn::signal(self.process.as_fd(), 0).is_ok() => {
                 // It ends when the processes have that it started.
-                for _ in 0..PASSES {
-                    if set_processes(self.pid, libc::SCHED_OTHER, true).is_complete {
-                        break;
-                    }
-                }
+                set_all(self.pid, libc::SCHED_OTHER, true, usize::MAX);
             }
             _ => {}
         }
@@ -202,12 +209,89 @@ impl Hold {
     }
 }
 
-/// Gives a thread, 0 for this one, a policy that has no priorities. Returns whether it had another one before.
-fn set_thread(thread: i32, policy: libc::c_int) -> bool {
-    let none = libc::sched_param { sched_priority: 0 };
-    // SAFETY: integers, and a value that lives during the call. It fails only where the thread has ended, or where `Way::without_groups` found that it may not.
-    unsafe {
-        libc::sched_getscheduler(thread) != policy && libc::sched_setscheduler(thread, policy, &none) == 0
+/// What became of a thread's policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    /// It was this one before.
+    Same,
+    Changed,
+    /// The thread has ended, or this server may not change it.
+    Not,
+}
+
+/// A process, whatever becomes of its number.
+struct Process {
+    pid: i32,
+    /// Its folder in /proc.
+    folder: OwnedFd,
+}
+
+/// The attributes of a thread for the scheduler (struct sched_attr, SCHED_ATTR_SIZE_VER0): its size, the policy, and others that are only passed on.
+type Attributes = [u32; 12];
+
+impl Process {
+    fn of(pid: i32) -> Option<Process> {
+        let folder = rustix::fs::openat(CWD, format!("/proc/{pid}"), FOLDER, Mode::empty()).ok()?;
+        Some(Process { pid, folder })
+    }
+
+    /// A file of its folder. A process's name, which is in some, may have any bytes.
+    fn read(&self, name: &str) -> Option<String> {
+        let file = rustix::fs::openat(&self.folder, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let mut bytes = Vec::new();
+        fs::File::from(file.ok()?).read_to_end(&mut bytes).ok()?;
+        Some(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// The number of its parent.
+    fn parent(&self) -> Option<i32> {
+        // Number, name of any characters in parentheses, state, parent.
+        self.read("stat")?.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    }
+
+    /// The numbers of the processes that a thread of it started.
+    fn children(&self, thread: i32) -> Vec<i32> {
+        let children = self.read(&format!("task/{thread}/children")).unwrap_or_default();
+        children.split_whitespace().filter_map(|child| child.parse().ok()).collect()
+    }
+
+    /// The numbers of its threads, the oldest first.
+    fn threads(&self) -> Vec<i32> {
+        let task = rustix::fs::openat(&self.folder, "task", FOLDER, Mode::empty());
+        let found = task.and_then(Dir::read_from).into_iter().flatten().flatten();
+        found.filter_map(|thread| thread.file_name().to_str().ok()?.parse().ok()).collect()
+    }
+
+    fn has(&self, thread: i32) -> bool {
+        // SAFETY: integers; without a signal the kernel only looks.
+        unsafe { libc::syscall(libc::SYS_tgkill, self.pid, thread, 0) == 0 }
+    }
+
+    /// Gives a thread of it a policy that has no priorities. The number of a thread that has ended may be another's at once: a thread of
+    /// another process that got it before is left alone, and one that got it just now is given back what it had.
+    fn set(&self, thread: i32, policy: libc::c_int) -> Outcome {
+        let mut before: Attributes = [0; 12];
+        // SAFETY: room for attributes of this size, which lives during the call.
+        let known = unsafe {
+            libc::syscall(libc::SYS_sched_getattr, thread, before.as_mut_ptr(), size_of_val(&before), 0)
+        };
+        match known {
+            0 if before[1] == policy as u32 => return Outcome::Same,
+            0 if self.has(thread) => {}
+            _ => return Outcome::Not,
+        }
+        let none = libc::sched_param { sched_priority: 0 };
+        // SAFETY: integers, and a value that lives during the call.
+        if unsafe { libc::sched_setscheduler(thread, policy, &none) } < 0 {
+            return Outcome::Not;
+        }
+        // In this order: as long as the process has its number, it is the one that was asked for its thread.
+        if self.has(thread) && spawn::signal(self.folder.as_fd(), 0).is_ok() {
+            return Outcome::Changed;
+        }
+        // SAFETY: attributes that the kernel gave, which live during the call.
+        unsafe { libc::syscall(libc::SYS_sched_setattr, thread, before.as_ptr(), 0) };
+        Outcome::Not
     }
 }
 
@@ -218,31 +302,42 @@ struct Pass {
     is_complete: bool,
 }
 
+/// Makes passes until one finds all as they were to be, or more than so many threads. Returns what the last one found.
+fn set_all(pid: u32, policy: libc::c_int, with_others: bool, few: usize) -> Pass {
+    let mut left = PASSES;
+    loop {
+        let pass = set_processes(pid, policy, with_others);
+        left -= 1;
+        if pass.is_complete || left == 0 || pass.threads > few {
+            return pass;
+        }
+    }
+}
+
 /// Gives all threads of a process a policy, and `with_others` those of the processes that they started.
 fn set_processes(pid: u32, policy: libc::c_int, with_others: bool) -> Pass {
     let mut pass = Pass { threads: 0, is_complete: true };
-    let mut left = vec![pid as i32];
+    let worker = pid as i32;
+    let mut left = vec![(worker, None)];
     // No worker has more of them.
     for _ in 0..TASKS {
-        let Some(pid) = left.pop() else { break };
-        let found = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-        let threads: Vec<i32> = found.filter_map(|t| t.file_name().to_str()?.parse().ok()).collect();
+        let Some((pid, parent)) = left.pop() else { break };
+        // The number of one that has ended may be that of another's process. What has lost its parent is the worker's.
+        let is_its = |process: &Process| {
+            parent.is_none_or(|parent| [Some(parent), Some(worker)].contains(&process.parent()))
+        };
+        let process = Process::of(pid).filter(is_its);
+        let threads = process.as_ref().map(Process::threads).unwrap_or_default();
         pass.is_complete &= !threads.is_empty();
         pass.threads += threads.len();
+        let Some(process) = process else { continue };
         // The newest first: it is the one that may end soon. What a thread starts after this has its policy.
         for thread in threads.iter().rev() {
-            // SAFETY: takes an integer.
-            if unsafe { libc::sched_getscheduler(*thread) } != policy {
-                pass.is_complete = false;
-                set_thread(*thread, policy);
-            }
+            pass.is_complete &= process.set(*thread, policy) == Outcome::Same;
         }
         if with_others {
             for thread in threads {
-                let children = fs::read_to_string(format!("/proc/{pid}/task/{thread}/children"));
-                left.extend(
-                    children.unwrap_or_default().split_whitespace().filter_map(|pid| pid.parse::<i32>().ok()),
-                );
+                left.extend(process.children(thread).into_iter().map(|child| (child, Some(pid))));
             }
         }
     }
@@ -250,11 +345,12 @@ fn set_processes(pid: u32, policy: libc::c_int, with_others: bool) -> Pass {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::process::{Child, Command, Stdio};
 
-    fn policies(pid: u32) -> Vec<libc::c_int> {
+    /// Those of all threads of a process.
+    pub(crate) fn policies(pid: u32) -> Vec<libc::c_int> {
         let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("it lives").flatten();
         // SAFETY: takes an integer.
         let policy = |thread: i32| unsafe { libc::sched_getscheduler(thread) };
@@ -290,18 +386,53 @@ mod tests {
         child.kill().expect("killed");
         child.wait().expect("its end");
         assert!(!set_processes(child.id(), libc::SCHED_IDLE, true).is_complete);
-        rustix::process::kill_process(
-            rustix::process::Pid::from_raw(other as i32).expect("not 0"),
-            rustix::process::Signal::KILL,
-        )
-        .expect("killed");
+        kill(other);
+    }
+
+    fn kill(pid: u32) {
+        let pid = rustix::process::Pid::from_raw(pid as i32).expect("not 0");
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("killed");
+    }
+
+    #[test]
+    fn a_thread_of_another_process_that_has_got_the_number_of_one_that_ended_keeps_its_policy() {
+        let [mut worker, mut other] =
+            [(); 2].map(|()| Command::new("sleep").arg("1000").spawn().expect("sleep"));
+        let process = Process::of(worker.id() as i32).expect("it lives");
+        let thread = other.id() as i32;
+        assert_eq!(process.set(thread, libc::SCHED_IDLE), Outcome::Not);
+        assert_eq!(policies(other.id()), [libc::SCHED_OTHER]);
+        assert_eq!(process.set(worker.id() as i32, libc::SCHED_IDLE), Outcome::Changed);
+        assert_eq!(policies(worker.id()), [libc::SCHED_IDLE]);
+        worker.kill().expect("killed");
+        worker.wait().expect("its end");
+        // A user without the right to make threads what they were can make them idle.
+        if Way::without_groups() == Way::Threads {
+            // One that has got the number of the whole process: it isn't the process that the folder is of.
+            let reused = Process { pid: thread, folder: process.folder };
+            assert_eq!(reused.set(thread, libc::SCHED_IDLE), Outcome::Not);
+            assert_eq!(policies(other.id()), [libc::SCHED_OTHER]);
+        }
+        other.kill().expect("killed");
+        other.wait().expect("its end");
+    }
+
+    #[test]
+    fn a_process_is_known_by_its_parent_whatever_its_name_is() {
+        let (mut child, other) = family();
+        let parent = |pid: u32| Process::of(pid as i32).and_then(|process| process.parent());
+        assert_eq!(parent(child.id()), Some(std::process::id() as i32));
+        assert_eq!(parent(other), Some(child.id() as i32));
+        child.kill().expect("killed");
+        child.wait().expect("its end");
+        kill(other);
     }
 
     /// A process of accel/tests/held.c, a child of this one; it ends with this value.
-    struct Held(Child);
+    pub(crate) struct Held(pub(crate) Child);
 
     impl Held {
-        fn start(what: &str, count: u32) -> Held {
+        pub(crate) fn start(what: &str, count: u32) -> Held {
             use std::io::{BufRead, BufReader};
             static PROGRAM: OnceLock<tempfile::TempDir> = OnceLock::new();
             let folder = PROGRAM.get_or_init(|| {

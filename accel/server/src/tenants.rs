@@ -46,7 +46,8 @@ impl Tenant {
 
     /// The processor time of its worker and of what that started.
     fn cpu(&mut self, pid: u32) -> Duration {
-        if self.census.is_none() {
+        // What a worker that was killed has started ends with it, and needn't be looked at again.
+        if self.census.is_none() && !self.hold.is_over() {
             self.census = Census::of(pid);
         }
         let started = self.census.as_mut().map(Census::look).unwrap_or_default();
@@ -65,15 +66,23 @@ impl Tenant {
     fn end_if_it_has_too_many_processes(&mut self, pid: u32) {
         if self.census.as_ref().is_some_and(Census::has_too_many) {
             say!("tombolo accel: worker {pid} started more processes than any driver does, and is killed");
-            // They end with it, and needn't be looked at again.
             self.census = None;
             self.hold.kill();
         }
     }
 
+    /// Returns whether it runs, and all of its threads have what they have when it runs.
+    fn runs_for_good(&self) -> bool {
+        self.paused.since.is_none() && self.hold.is_settled()
+    }
+
     /// Lets it run, or holds it back. `idled`: processors have idled since the last look.
     fn may_run(&mut self, runs: bool, idled: bool) {
         let is_new = self.paused.since.is_some() == runs;
+        if is_new && !runs {
+            // What it started just before is not idle yet; what it starts from now on is.
+            self.census.iter_mut().for_each(Census::wake);
+        }
         self.hold.set(!runs, is_new, self.census.as_ref(), idled);
         self.paused = match self.paused.since {
             None if !runs => Pause { since: Some(Instant::now()), ..self.paused },
@@ -303,7 +312,7 @@ impl Tenants {
             let rest = inner.divide(&mut divider, self.confinement.way, begun.elapsed());
             let rest = rest.max(SHARE * divide::own_time().saturating_sub(before));
             // A tenant that is held back for a VM whose processes have just ended goes on at one of the next looks.
-            if inner.by_pid.len() < 2 && inner.by_pid.values().all(|tenant| tenant.paused.since.is_none()) {
+            if inner.by_pid.len() < 2 && inner.by_pid.values().all(Tenant::runs_for_good) {
                 drop(self.changed.wait_while(inner, |i| i.by_pid.len() < 2));
             } else {
                 drop(inner);
@@ -340,6 +349,10 @@ impl Tenants {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hold::{
+        self,
+        tests::{Held, policies},
+    };
     use std::os::fd::OwnedFd;
     use std::process::{Child, Command};
 
@@ -355,7 +368,12 @@ mod tests {
             .args(["-c", "0", "sh", "-c", "while :; do :; done"])
             .spawn()
             .expect("taskset (package util-linux)");
-        let pid = child.id();
+        join(tenants, child.id(), via, weight);
+        child
+    }
+
+    /// Makes a tenant of a process.
+    fn join(tenants: &Tenants, pid: u32, via: &str, weight: u32) {
         tenants.add(
             pid,
             Tenant {
@@ -370,7 +388,6 @@ mod tests {
             },
             None,
         );
-        child
     }
 
     /// Divides its time from now on, as long as this process lives.
@@ -462,6 +479,31 @@ mod tests {
             }
             tenants.lock().ended.clear();
         }
+    }
+
+    #[test]
+    fn the_threads_of_a_crowd_that_was_held_back_are_what_they_were_when_the_others_have_gone() {
+        let way = Way::without_groups();
+        if way != Way::Threads {
+            return;
+        }
+        let tenants = Arc::new(Tenants::of(Confinement::none(way)));
+        let mut other = busy(&tenants, "unix:/s", 100);
+        let crowd = Held::start("crowd", 2 * hold::few() as u32);
+        join(&tenants, crowd.0.id(), "unix:/s", 100);
+        divide_the_first_processor(&tenants);
+        let has = |policy| policies(crowd.0.id()).iter().all(|has| *has == policy);
+        while !has(libc::SCHED_IDLE) {
+            std::thread::yield_now();
+        }
+        other.kill().expect("killed");
+        tenants.remove(other.id());
+        other.wait().expect("its end");
+        // Else this takes for ever.
+        while !has(libc::SCHED_OTHER) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        tenants.remove(crowd.0.id());
     }
 
     #[test]

@@ -70,8 +70,12 @@ fn duration(ticks: u64) -> Duration {
 impl Census {
     /// None: the worker has no /proc of its own yet, or has ended.
     pub fn of(pid: u32) -> Option<Census> {
-        let proc = rustix::fs::openat(CWD, format!("/proc/{pid}/root/proc"), FOLDER, Mode::empty()).ok()?;
-        Census::from_folder(proc)
+        // By any of its threads: the first one may have ended while others run on, and then the process's own folder leads nowhere.
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let proc = |thread: std::fs::DirEntry| {
+            rustix::fs::openat(CWD, thread.path().join("root/proc"), FOLDER, Mode::empty()).ok()
+        };
+        Census::from_folder(threads.filter_map(proc).next()?)
     }
 
     /// None: it is no /proc, or the host's. While a worker makes its view, its new root lies where the host's /proc was; who took that for the
@@ -104,6 +108,11 @@ impl Census {
         let mut stat = [0; 1024];
         let n = rustix::io::read(&file, &mut stat).ok()?;
         ticks(&String::from_utf8_lossy(&stat[..n]))
+    }
+
+    /// Has the next look look.
+    pub fn wake(&mut self) {
+        self.rest = 0;
     }
 
     /// Looks again, though not each time while there were no other processes. Returns the processor time of all but the worker's own threads.

@@ -121,11 +121,17 @@ fn remove(folder: &Path, most: Option<Duration>) -> io::Result<()> {
     std::fs::remove_dir(folder)
 }
 
+/// Returns whether a group that names this server was left by one that has ended. One with this process's own number was, too: in a PID namespace of its
+/// own each server has the same. For a server that has made no group yet.
+fn was_left_by(server: u32) -> bool {
+    server == std::process::id() || !Path::new(&format!("/proc/{server}")).exists()
+}
+
 /// Removes what servers left that have ended.
 fn sweep(folder: &Path) {
     for left in folders(folder) {
         let server = left.file_name().and_then(|name| name.to_str()).and_then(server_of);
-        if server.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+        if server.is_some_and(was_left_by) {
             // Another server may do the same now.
             let _gone = remove(&left, Some(KILL_TIMEOUT));
         }
@@ -305,6 +311,14 @@ mod tests {
         assert_eq!((file(IDLE).as_deref(), file("cpu.weight").as_deref()), (Some("0"), Some("30")));
         // It is no control group, and has nothing to be killed.
         std::mem::forget(group);
+    }
+
+    #[test]
+    fn a_group_of_a_server_that_has_ended_is_known_also_by_one_with_the_same_number() {
+        let mut ended = std::process::Command::new("true").spawn().expect("it starts");
+        ended.wait().expect("its end");
+        let of = [ended.id(), std::process::id(), std::os::unix::process::parent_id()];
+        assert_eq!(of.map(was_left_by), [true, true, false]);
     }
 
     #[test]
