@@ -213,11 +213,13 @@ static bool let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_
 	return !(tmb_load_acquire(&inode->mappers) & 1ULL << member) || !tfs_member_active(fs, member) || done - begun - 1 < 1u << 31;
 }
 
-static void tell_silent(struct tfs *fs, tmb_u64 members)
+static void tell_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 {
 	for (; members; members &= members - 1) {
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
-		bool answers = !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE);
+		/* One with pages in use sets the bit again itself. */
+		bool answers = !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE) ||
+			       (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) != begun[m];
 
 		tfs_os_waiting(fs, m, answers, TFS_REVOKE_LIMIT_NS / 1000000000);
 	}
@@ -243,7 +245,7 @@ static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
 		if (left && !wait_round(fs, round, &since, left & ~keeping ? TFS_REVOKE_LIMIT_NS : KEEPING_NS)) {
 			note_silent(fs, left & ~keeping, begun);
 			note_keeping(fs, left & ~keeping, begun);
-			tell_silent(fs, left & ~keeping);
+			tell_silent(fs, left & ~keeping, begun);
 			given_up |= left;
 			break;
 		}

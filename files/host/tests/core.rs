@@ -1006,8 +1006,8 @@ fn a_member_that_can_not_let_go_of_a_page_is_waited_for_once_and_again_when_it_c
     let (area, told) = (a.area().clone(), Arc::new(AtomicU32::new(0)));
     let lets_go = Arc::new(AtomicBool::new(false));
     let (tells, ends) = (Arc::clone(&told), Arc::clone(&lets_go));
-    a.tell_waits_to(Box::new(move |member, _, _, _| {
-        assert_eq!(member, 5);
+    a.tell_waits_to(Box::new(move |member, _, answers, _| {
+        assert_eq!((member, answers), (5, true));
         tells.fetch_add(1, Ordering::SeqCst);
     }));
     a.ring_by(Some(Box::new(move |_| {
