@@ -13,8 +13,11 @@
  *	escape crash	asks for a dump of its worker, and has it die; says 'survived' if that goes on
  *	escape old	makes a system call in the way of 32-bit programs; says 'survived' if that goes on
  *	escape many	starts processes, for ever
+ *	escape orphan	tries to leave a stopped process in a group of its server that no parent in another group looks after, which the kernel ends;
+ *		says 'another group: RESULT'
  *	escape come	compiles, and goes
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
+ *	escape headless	the same, but the first thread of its worker ends; says 'headless'
  *	escape deaf	makes its worker blind for the end of its client; says 'deaf', and ends
  *	escape chatter	the same, and its worker never stops talking in the server's log
  */
@@ -115,6 +118,31 @@ static const char *source =
 	/* Processes, and then more as soon as some have ended. */
 	"kernel void many(global long *results) { for (;;) results[0] = child(0); }\n"
 	"kernel void linger(global long *results) { results[0] = child(1); }\n"
+	/* The same; and the first thread of its worker, whose number is the process's, ends by a signal's handler. */
+	"kernel void headless(global long *results)\n"
+	"{\n"
+	"	char code[9] = { 0xb8, 60, 0, 0, 0, 0x31, 0xff, 0x0f, 0x05 };\n"
+	"	global char *page = (global char *)sc(9, 0, 4096, 7, 0x22, -1, 0);\n"
+	"	long action[4] = { (long)page, 0x04000000, (long)page, 0 };\n"
+	"	for (int i = 0; i < 9; i++)\n"
+	"		page[i] = code[i];\n"
+	"	child(1);\n"
+	"	sc(13, 10, (long)action, 0, 8, 0, 0);\n"
+	"	results[0] = sc(234, 1, 1, 10, 0, 0, 0);\n"
+	"}\n"
+	/* Three processes as above: the last one's end stops the second, and then the first ends, which has tried to be in a group of its own. */
+	"kernel void orphan(global long *results)\n"
+	"{\n"
+	"	long first;\n"
+	"	__asm__ volatile(\"mov $56, %%eax; mov $0x111, %%edi; xor %%esi, %%esi; xor %%edx, %%edx; xor %%r10d, %%r10d; xor %%r8d, %%r8d; syscall; \"\n"
+	"		\"test %%rax, %%rax; jnz 9f; \"\n"
+	"		\"mov $56, %%eax; syscall; test %%rax, %%rax; jnz 2f; \"\n"
+	"		\"mov $56, %%eax; mov $0x113, %%edi; syscall; test %%rax, %%rax; jz 4f; 3: mov $34, %%eax; syscall; jmp 3b; \"\n"
+	"		\"2: mov %%rax, %%r12; mov $109, %%eax; xor %%edi, %%edi; xor %%esi, %%esi; syscall; mov %%rax, (%%rbx); \"\n"
+	"		\"mov $61, %%eax; mov %%r12, %%rdi; mov $0x40000002, %%edx; syscall; 4: mov $60, %%eax; xor %%edi, %%edi; syscall; 9:\"\n"
+	"		: \"=a\"(first) : \"b\"(results) : \"rcx\", \"rdx\", \"rsi\", \"rdi\", \"r8\", \"r10\", \"r11\", \"r12\", \"memory\");\n"
+	"	sc(61, first, 0, 0x40000000, 0, 0, 0);\n"
+	"}\n"
 	/* A message with a descriptor from the client's socket; then the file's mode. */
 	"kernel void take(global long *results)\n"
 	"{\n"
@@ -364,6 +392,8 @@ static void kernel_resources(void)
 	TRY("the user's descriptors under way", SYS_sendmsg, P(4), OUT, P(MSG_DONTWAIT));
 	TRY("the same, many at once", SYS_sendmmsg, P(4), OUT, P(1), P(MSG_DONTWAIT));
 	TRY("secret memory", SYS_memfd_secret, P(0));
+	TRY("the kernel's memory, in buckets of futexes", SYS_prctl, P(78 /* PR_FUTEX_HASH */), P(1), P(1 << 20), P(0), P(0));
+	TRY("memory that the host's other processes share", SYS_prctl, P(67 /* PR_SET_MEMORY_MERGE */), P(1), P(0), P(0), P(0));
 	TRY("a processor core of its own", SYS_prctl, P(62 /* PR_SCHED_CORE */), P(1), P(0), P(0), P(0));
 	TRY("a write of the supervisor that blocks", SYS_fcntl, P(2), P(F_SETFL), P(0));
 	TRY("the same by ioctl", SYS_ioctl, P(2), P(FIONBIO), OUT);
@@ -467,6 +497,7 @@ static void newer_calls(void)
 	TRY("its server's program", SYS_openat, P(AT_FDCWD), S("/proc/self/exe"), P(O_RDWR), P(0));
 	TRY("more of the processor's time", SYS_sched_setattr, P(0), OUT, P(0));
 	TRY("a group of the scheduler's, by a session", SYS_setsid);
+	TRY("a group of processes", SYS_setpgid, P(0), P(0));
 	TRY("a program's events elsewhere", SYS_fanotify_mark, P(0), P(1), P(1), P(AT_FDCWD), S("/usr"));
 }
 
@@ -677,14 +708,17 @@ int main(int n, char **v)
 			puts("survived");
 	} else if (!strcmp(v[1], "many")) {
 		run("many", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
+	} else if (!strcmp(v[1], "orphan")) {
+		e = run("orphan", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
+		printf("another group: %ld\n", results[0]);
 	} else if (!strcmp(v[1], "linger")) {
 		e = run("linger", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 		puts(results[0] > 0 ? "lingers" : "can't");
 		while (read(0, &byte, 1) > 0)
 			;
-	} else if (!strcmp(v[1], "deaf") || !strcmp(v[1], "chatter")) {
-		/* The answer gets lost, as its descriptor does. */
-		cl_kernel kernel = clCreateKernel(program, !strcmp(v[1], "deaf") ? "deafen" : "chatter", &e);
+	} else if (!strcmp(v[1], "deaf") || !strcmp(v[1], "chatter") || !strcmp(v[1], "headless")) {
+		/* The answer gets lost, as its descriptor or its thread does. */
+		cl_kernel kernel = clCreateKernel(program, !strcmp(v[1], "deaf") ? "deafen" : v[1], &e);
 		cl_mem buffer = clCreateBuffer(context, 0, sizeof(results), NULL, &e);
 		size_t one = 1;
 

@@ -13,21 +13,14 @@ use opencl::{client_library, done, image, program};
 use serde_json::Value;
 
 mod common;
+#[path = "../../accel/tests/kernels.rs"]
+mod kernels;
 #[path = "common/opencl.rs"]
 mod opencl;
 
-/// The driver's folder for compiled kernels. PoCL's linker takes a path with a space for two. The project's cache has none once its links are resolved
-/// (`guest/cache.sh`); the checkout's path may have one.
-fn kernels() -> PathBuf {
-    let near = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../.cache");
-    let path = std::env::var_os("TOMBOLO_CACHE").map_or_else(near, PathBuf::from).join("accel/kernels");
-    std::fs::create_dir_all(&path).unwrap();
-    path.canonicalize().unwrap()
-}
-
 /// A command with the native driver, the same one for all, whatever memory happens to be free.
 fn native(mut command: Command) -> Command {
-    command.env("POCL_CACHE_DIR", kernels()).env("POCL_MEMORY_LIMIT", "2");
+    command.env("POCL_CACHE_DIR", kernels::folder()).env("POCL_MEMORY_LIMIT", "2");
     command.env_remove("OCL_ICD_VENDORS");
     command
 }

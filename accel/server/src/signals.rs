@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Work that is left when a signal asks this process to end.
+//! The signals of this process: of its children's ends, and those that ask it to end.
 
 use std::io;
 
@@ -15,6 +15,13 @@ fn asking() -> libc::sigset_t {
         }
         set
     }
+}
+
+/// Has the kernel keep ended children until this process waits for them. A program may have started this one with their ends ignored: then the kernel forgets them,
+/// with the processor time that they used and with their numbers, and so it is for what workers start, which inherit that.
+pub fn keep_ended_children() {
+    // SAFETY: integers only; for this signal the call can't fail.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
 }
 
 /// Calls `last` when a signal asks this process to end, and then ends it by that signal. For a process that has one thread yet.

@@ -130,6 +130,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         tombolo_calls::say::log_is_own();
     }
     raise_descriptors();
+    signals::keep_ended_children();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     scratch::remove_left();
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;

@@ -487,23 +487,21 @@ mod tests {
         if way != Way::Threads {
             return;
         }
-        let tenants = Arc::new(Tenants::of(Confinement::none(way)));
-        let mut other = busy(&tenants, "unix:/s", 100);
+        let tenants = Tenants::of(Confinement::none(way));
         let crowd = Held::start("crowd", 2 * hold::few() as u32);
-        join(&tenants, crowd.0.id(), "unix:/s", 100);
-        divide_the_first_processor(&tenants);
-        let has = |policy| policies(crowd.0.id()).iter().all(|has| *has == policy);
-        while !has(libc::SCHED_IDLE) {
-            std::thread::yield_now();
+        let pid = crowd.0.id();
+        join(&tenants, pid, "unix:/s", 100);
+        let mut inner = tenants.lock();
+        let tenant = inner.by_pid.get_mut(&pid).expect("it was added");
+        tenant.may_run(false, false);
+        assert!(!tenant.runs_for_good());
+        // So soon that they are left as they are for a while.
+        tenant.may_run(true, false);
+        while !tenant.runs_for_good() {
+            tenant.may_run(true, false);
+            std::thread::sleep(Duration::from_millis(1));
         }
-        other.kill().expect("killed");
-        tenants.remove(other.id());
-        other.wait().expect("its end");
-        // Else this takes for ever.
-        while !has(libc::SCHED_OTHER) {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        tenants.remove(crowd.0.id());
+        assert!(policies(pid).iter().all(|policy| *policy == libc::SCHED_OTHER));
     }
 
     #[test]

@@ -37,6 +37,9 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_sched_setaffinity,  // processors that the server was kept from
     libc::SYS_ioprio_set,         // the disk's
     libc::SYS_setsid, // a session: outside of control groups each is a group of the scheduler (sched_autogroup), with as much as the server's
+    // The signals that the kernel sends to a whole process group: SIGHUP and SIGCONT where a stopped process is left in it, and the last one whose
+    // parent was in another group of the session has lost that parent.
+    libc::SYS_setpgid,
     // Running on while the supervisor has stopped it: whatever sends SIGCONT, even one that is ignored, ends the stop. tgkill, fcntl and clone are below.
     libc::SYS_timer_create, // with a signal of choice
     // Things that exist once for the whole host.
@@ -216,7 +219,7 @@ fn conditional(
     again: Again,
     doorbell: Option<RawFd>,
 ) -> anyhow::Result<Vec<(libc::c_long, Vec<SeccompRule>)>> {
-    use SeccompCmpOp::{Eq, MaskedEq, Ne};
+    use SeccompCmpOp::{Eq, Ge, MaskedEq, Ne};
     let rule = |conditions| Ok::<_, anyhow::Error>(SeccompRule::new(conditions)?);
     let bits = |argument, bits: libc::c_int| when(argument, MaskedEq(bits as u64), bits as u64);
     let new = [
@@ -286,7 +289,9 @@ fn conditional(
             libc::SYS_prctl,
             [libc::PR_SET_PDEATHSIG, libc::PR_SCHED_CORE, libc::PR_SET_DUMPABLE, libc::PR_SET_SECCOMP]
                 .into_iter()
-                .map(|option| rule(vec![when(0, Eq, option as u64)?]))
+                .map(|option| (Eq, option as u64))
+                .chain([(Ge, NEWER_OPTIONS)])
+                .map(|(is, option)| rule(vec![when(0, is, option)?]))
                 .collect::<anyhow::Result<_>>()?,
         ),
         // Children that end without a trace of the time they used.
@@ -300,19 +305,24 @@ fn conditional(
     ])
 }
 
-/// Calls that answer as if this kernel didn't have them: clone3, whose flags a filter can't read (the C library then calls clone), and on x86-64 the calls of
-/// the x32 ABI, whose numbers the other filter doesn't know.
+/// The first number of the system calls that came after Linux 6.13, the last version whose calls were judged for this filter.
+const UNJUDGED: u32 = 464;
+/// The first option of prctl(2) of those that came with Linux 6.4 or later: memory that ksmd merges, the kernel's memory for the buckets of futexes, which no limit
+/// counts, and others that no driver needs. The C library does without the one above them all, names of mappings.
+const NEWER_OPTIONS: u64 = 67;
+
+/// Calls that answer as if this kernel didn't have them: clone3, whose flags a filter can't read (the C library then calls clone); those that nobody has judged;
+/// and on x86-64 the calls of the x32 ABI, whose numbers the other filter doesn't know and which are higher.
 fn missing() -> BpfProgram {
     const LOAD: u16 = 0x20; // BPF_LD | BPF_W | BPF_ABS
     const EQUAL: u16 = 0x15; // BPF_JMP | BPF_JEQ | BPF_K
     const AT_LEAST: u16 = 0x35; // BPF_JMP | BPF_JGE | BPF_K
     const RETURN: u16 = 0x06; // BPF_RET | BPF_K
-    let x32 = if cfg!(target_arch = "x86_64") { 0x4000_0000 } else { u32::MAX };
     let line = |code, jt, jf, k| sock_filter { code, jt, jf, k };
     vec![
         line(LOAD, 0, 0, 0), // the number of the call
         line(EQUAL, 2, 0, libc::SYS_clone3 as u32),
-        line(AT_LEAST, 1, 0, x32),
+        line(AT_LEAST, 1, 0, UNJUDGED),
         line(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
         line(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
     ]
@@ -524,6 +534,27 @@ mod tests {
         let (natively, splice) = (takes(bell), 3);
         // Not every kernel splices from an eventfd.
         assert!(natively.iter().enumerate().all(|(way, taken)| *taken || way == splice), "{natively:?}");
+    }
+
+    #[test]
+    fn what_newer_kernels_offer_and_nobody_has_judged_is_missing_behind_the_wall() {
+        const GETXATTRAT: libc::c_long = UNJUDGED as libc::c_long;
+        const PR_FUTEX_HASH: libc::c_long = 78;
+        let error = |answer: libc::c_long| {
+            if answer < 0 { std::io::Error::last_os_error().raw_os_error() } else { None }
+        };
+        // SAFETY: integers; no call gets an address at which there is memory.
+        let asked = move || unsafe {
+            [
+                error(libc::syscall(GETXATTRAT, -1, 0, 0, 0, 0, 0)),
+                error(libc::syscall(libc::SYS_prctl, PR_FUTEX_HASH, 2, 0, 0, 0)),
+            ]
+        };
+        let behind = std::thread::spawn(move || {
+            filter_this_thread().expect("filtered");
+            asked()
+        });
+        assert_eq!(behind.join().expect("it ends"), [Some(libc::ENOSYS), Some(libc::EPERM)]);
     }
 
     #[test]

@@ -236,6 +236,8 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
         let mut none = std::mem::zeroed();
         libc::sigemptyset(&mut none);
         done(libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()))?;
+        // A group of its own: what the kernel sends to a process group for a worker's sake reaches neither the server nor other workers.
+        done(libc::setpgid(0, 0))?;
         done(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
         // This program, even where another has taken its name meanwhile.
         libc::execve(c"/proc/self/exe".as_ptr(), prepared.arguments.as_ptr(), prepared.variables.as_ptr());

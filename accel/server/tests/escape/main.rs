@@ -176,6 +176,30 @@ fn a_call_in_the_way_of_32_bit_programs_ends_its_worker_and_no_other() {
     }
 }
 
+#[test]
+fn a_kernels_process_groups_bring_the_servers_processes_no_signal() {
+    for user in users() {
+        // As a service manager starts it. A group that nobody in another group of its session is a parent of is one that the kernel ends.
+        let server = Server::with(*user, "orphan", &[], |command| {
+            // SAFETY: takes nothing.
+            let session =
+                || if unsafe { libc::setsid() } < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) };
+            // SAFETY: between fork and exec only that system call is made.
+            unsafe { command.pre_exec(session) };
+        });
+        let neighbour = server.client();
+        ping(&neighbour);
+        let its_worker = server.worker();
+        let got = numbers(&done(&mut server.escape(&["orphan"])));
+        assert!(got.len() == 1 && got[0].1 < 0, "{user:?}: {got:?}");
+        ping(&neighbour);
+        // SAFETY: takes an integer.
+        let groups = [server.child.id(), its_worker].map(|pid| unsafe { libc::getpgid(pid as i32) });
+        assert_eq!(groups, [server.child.id(), its_worker].map(|pid| pid as i32), "{user:?}");
+        server.end();
+    }
+}
+
 /// Processes whose parent is this one: number, state.
 fn children(pid: u32) -> Vec<(u32, char)> {
     let mut found = Vec::new();
@@ -282,6 +306,52 @@ fn what_a_kernel_starts_is_charged_and_held_back_like_its_worker_and_ends_with_i
 }
 
 #[test]
+fn what_a_kernel_starts_is_charged_also_when_the_first_thread_of_its_worker_has_ended() {
+    for user in users() {
+        let server = Server::start(*user, "headless", &[]);
+        let hostile = Hostile::start(&server, "headless", "headless");
+        // Before the server has looked at the worker: a server does so when it has two, or is asked.
+        wait_until("its first thread has ended", || {
+            children(server.child.id()).iter().any(|(_, state)| *state == 'Z')
+        });
+        let used = || server.tenants()[0].cpu_seconds;
+        let begun = used();
+        wait_until("the process's time is charged", || used() > begun + 0.5);
+        hostile.end();
+        wait_until("the worker has ended", || server.tenants().is_empty());
+        server.end();
+    }
+}
+
+#[test]
+fn children_of_a_server_and_of_its_workers_are_not_forgotten_where_a_program_starts_it_that_ignores_their_ends()
+ {
+    for user in users() {
+        for options in [&[][..], &["--unconfined"]] {
+            let name = format!("ignores{}", options.concat());
+            let server = Server::with(*user, &name, options, |command| {
+                let ignore = || {
+                    // SAFETY: integers only.
+                    let before = unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+                    if before == libc::SIG_ERR { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+                };
+                // SAFETY: between fork and exec only that system call is made.
+                unsafe { command.pre_exec(ignore) };
+            });
+            let client = server.client();
+            ping(&client);
+            for pid in [server.child.id(), server.worker()] {
+                let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+                let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).expect("signals");
+                let ignored = u64::from_str_radix(ignored.trim(), 16).expect("bits");
+                assert_eq!(ignored & 1 << (libc::SIGCHLD - 1), 0, "{user:?} {options:?}");
+            }
+            server.end();
+        }
+    }
+}
+
+#[test]
 fn memory_disk_and_processes_end_at_their_limits_and_nothing_of_them_stays() {
     for user in users() {
         let server = Server::start(*user, "fill", &["--memory", "64"]);
@@ -310,7 +380,7 @@ fn a_worker_with_more_processes_than_a_driver_starts_is_ended_beside_others() {
         server.escape(&["many"]).stdout(Stdio::null()).stderr(Stdio::null()).status().expect("it starts");
         wait_until("the worker is ended", || server.tenants().len() == 1);
         ping(&neighbour);
-        assert!(server.end().contains("started more processes than any driver does"));
+        assert_eq!(server.end().matches("started more processes than any driver does").count(), 1);
     }
 }
 

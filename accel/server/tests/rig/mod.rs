@@ -13,6 +13,9 @@ use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Link, process};
 
+#[path = "../../../tests/kernels.rs"]
+mod kernels;
+
 /// A folder for this test run: programs and sockets.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
@@ -21,15 +24,6 @@ pub fn folder() -> &'static Path {
         std::fs::create_dir_all(&path).expect("a folder under target");
         path
     })
-}
-
-/// The driver's folder for compiled kernels. PoCL's linker takes a path with a space for two. The project's cache has none once its links are resolved
-/// (`guest/cache.sh`); the checkout's path may have one.
-fn kernels() -> PathBuf {
-    let near = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache");
-    let path = std::env::var_os("TOMBOLO_CACHE").map_or_else(near, PathBuf::from).join("accel/kernels");
-    std::fs::create_dir_all(&path).expect("a folder in the cache");
-    path.canonicalize().expect("a folder in the cache")
 }
 
 pub fn run(command: &mut Command) -> Output {
@@ -116,7 +110,7 @@ impl Server {
         let socket = folder().join(format!("{name}-{}.sock", std::process::id()));
         let control = socket.with_extension("control");
         if command.get_envs().all(|(name, _)| name != "POCL_CACHE_DIR") {
-            command.env("POCL_CACHE_DIR", kernels());
+            command.env("POCL_CACHE_DIR", kernels::folder());
         }
         let child = command
             .args(["serve", "--listen", &format!("unix:{}", socket.display()), "--control"])
@@ -182,6 +176,9 @@ impl Drop for Server {
 
 pub fn native(program: &Path) -> Command {
     let mut command = Command::new(program);
-    command.env("POCL_CACHE_DIR", kernels()).env("POCL_MEMORY_LIMIT", MEMORY).env_remove("OCL_ICD_VENDORS");
+    command
+        .env("POCL_CACHE_DIR", kernels::folder())
+        .env("POCL_MEMORY_LIMIT", MEMORY)
+        .env_remove("OCL_ICD_VENDORS");
     command
 }
