@@ -3,7 +3,7 @@
 //! each stretch: ticks of the time-stamp counter at its begin and end.
 //!
 //! It takes its CPU for 200 µs every 10 ms; a stretch has no interruption. With CLEAR_REFS, a file `/proc/PID/clear_refs`, it has the kernel write-protect all
-//! pages of that process every 200 ms: from the begin of a stretch to its end KVM maps none of the memory of a guest in it.
+//! pages of that process every second: from the begin of a stretch to its end KVM maps none of the memory of a guest in it.
 
 use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::fs::{File, OpenOptions};
@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 const PERIOD: Duration = Duration::from_millis(10);
-const UNMAP_PERIOD: Duration = Duration::from_millis(200);
+const UNMAP_PERIOD: Duration = Duration::from_secs(1);
 const BUSY: Duration = Duration::from_micros(200);
 
 fn now() -> u64 {
