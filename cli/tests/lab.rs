@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Claims that need a KVM host, checked in the emulated one: a passed-through device from the compose file to `down`, and the host's part of a VM's noise.
 
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
 use common::kvm_host::Lab;
+use serde_json::Value;
 
 mod common;
 
@@ -93,5 +97,77 @@ fn the_noise_of_a_vm_under_kvm_has_its_hosts_part() {
     assert!(exit["source"]["name"].as_str().is_some_and(|name| !name.is_empty()), "{exit}");
     assert!(of("here", "timer").is_some(), "{report:#}");
     println!("{}", lab.good("tombolo noise a --seconds 1"));
+    lab.good("tombolo down");
+}
+
+/// Builds the program that plants noise, where the lab sees it.
+fn noise_plant() -> PathBuf {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("noise-plant");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../noise/tests/programs/plant.rs");
+    let built = Command::new("rustc").args(["--edition", "2024", "-O", source, "-o"]).arg(&program).status();
+    assert!(built.unwrap().success(), "{source} does not build");
+    program
+}
+
+/// Measures the VM `a` of one CPU for a second while a plant runs on the host: `command` is followed by the file for whose life it runs and the one
+/// that it makes. Returns the report, and the microseconds that the plant had in the phase in which the causes were recorded, by its own account.
+fn measured_beside(lab: &Lab, command: &str) -> (Value, f64) {
+    lab.good(&format!(
+        "rm -f begun ended; touch planted; setsid sh -c '{command} planted begun; touch ended' >truth 2>&1 &"
+    ));
+    lab.good("timeout 120 sh -c 'until [ -e begun ]; do sleep 0.1; done' || ! cat truth");
+    let report = lab.json("tombolo noise a --seconds 1 --json");
+    let truth = lab.good("rm planted; timeout 120 sh -c 'until [ -e ended ]; do sleep 0.1; done'; cat truth");
+
+    let qemu = lab.json("tombolo ps --json")["vms"][0]["pid"].to_string();
+    // The emulated processor does not scale a guest's time-stamp counter.
+    let offset = lab.good(&format!(
+        "cd /sys/kernel/debug/kvm/{qemu}-*/vcpu0; test ! -e tsc-scaling-ratio; cat tsc-offset"
+    ));
+    let offset: i64 = offset.trim().parse().unwrap();
+    let cpu = &report["cpus"][0];
+    let [first, last] = ["first_tick", "last_tick"].map(|key| cpu[key].as_u64().unwrap());
+    let tick = |word: &str| {
+        word.parse::<u64>().unwrap_or_else(|e| panic!("{e}: {truth}")).wrapping_add_signed(offset)
+    };
+    let stretches = truth.lines().map(|line| {
+        let (start, end) = line.split_once(' ').unwrap_or_else(|| panic!("{truth}"));
+        tick(end).min(last).saturating_sub(tick(start).max(first))
+    });
+    println!("{} stretches were planted in all", truth.lines().count());
+    let us_per_tick = report["seconds"].as_f64().unwrap() * 1e6 / (last - first) as f64;
+    (report, stretches.sum::<u64>() as f64 * us_per_tick)
+}
+
+/// The microseconds that a report puts to a source of the host's, in all of its recorded phase.
+fn of_host(report: &Value, kind: &str, name: &str) -> f64 {
+    let rows = report["sources"].as_array().unwrap().iter();
+    let of = |source: &Value| source["place"] == "host" && source["kind"] == kind && source["name"] == name;
+    let rate: f64 =
+        rows.filter(|row| of(&row["source"])).map(|row| row["us_per_second"].as_f64().unwrap()).sum();
+    rate * report["seconds"].as_f64().unwrap()
+}
+
+#[test]
+fn a_real_time_thread_of_the_host_is_found_in_the_noise_of_a_vm_and_has_its_time() {
+    let lab = Lab::start("planted", &[]);
+    // Its memory is there before the guest runs, and its CPU stays where it is.
+    lab.good(
+        "cat >tombolo.toml <<'END'\n\
+         [vm.a]\nkernel = \"6.12\"\naccel = \"kvm\"\ncpus = 1\ntopology = \"cpus:1\"\nmemory = \"256M\"\nready_timeout = 600\nEND",
+    );
+    lab.good("tombolo up");
+    lab.good("mountpoint -q /sys/kernel/debug || mount -t debugfs nodev /sys/kernel/debug");
+    let plant = noise_plant().display().to_string();
+
+    // Nothing planted.
+    let (quiet, _) = measured_beside(&lab, "touch");
+    assert_eq!(of_host(&quiet, "thread", "noise-plant"), 0.0, "{quiet:#}");
+
+    // A real-time thread on the vCPU's CPU, every 10 ms for 200 µs.
+    let (report, planted) = measured_beside(&lab, &format!("taskset 2 chrt -f 50 {plant}"));
+    let found = of_host(&report, "thread", "noise-plant");
+    println!("real-time thread: {found:.0} µs found, {planted:.0} µs by its own account");
+    assert!(planted > 0.0 && found >= 0.95 * planted, "{report:#}");
     lab.good("tombolo down");
 }
