@@ -354,6 +354,7 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 static int grow_once(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
+	struct tmb_lock *lock;
 	struct table t;
 	tmb_u32 slot;
 	int err = tfs_tx_begin(fs, &slot);
@@ -363,16 +364,17 @@ static int grow_once(struct tfs *fs, struct tfs_handle h)
 	err = tfs_lock_inode_as(fs, h, TFS_BRIEFLY, &inode);
 	if (err)
 		goto end;
-	if (own_lock(inode))
-		err = tfs_lock(fs, own_lock(inode), TFS_BRIEFLY);
+	lock = own_lock(inode);
+	if (lock)
+		err = tfs_lock(fs, lock, TFS_BRIEFLY);
 	if (!err) {
 		table_open(&t, fs, inode);
 		if (!has_room(&t, 2)) {
 			tfs_tx_inode(fs, slot, 0, h.ino);
 			err = table_grow(&t);
 		}
-		if (own_lock(inode))
-			tfs_unlock(fs, own_lock(inode));
+		if (lock)
+			tfs_unlock(fs, lock);
 	}
 	tfs_tx_end(fs, slot);
 	tfs_unlock(fs, &inode->lock);
