@@ -66,15 +66,16 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_recvmmsg,
     // Memory that the limit of private memory doesn't count.
     libc::SYS_memfd_create,            // in a descriptor
-    libc::SYS_memfd_secret,            // the same, and no host that hibernates can while there is some
-    libc::SYS_shmget,                  // of System V
-    libc::SYS_msgget,                  // of System V, in messages
-    libc::SYS_semget,                  // of System V, in semaphores
-    libc::SYS_socketpair,              // of the kernel, in what was sent and not received
+    libc::SYS_vmsplice, // in pipes: 2 MiB for each page, of which there are sixteen in a pipe, and which may then be unmapped
+    libc::SYS_memfd_secret, // the same, and no host that hibernates can while there is some
+    libc::SYS_shmget,   // of System V
+    libc::SYS_msgget,   // of System V, in messages
+    libc::SYS_semget,   // of System V, in semaphores
+    libc::SYS_socketpair, // of the kernel, in what was sent and not received
     libc::SYS_landlock_create_ruleset, // of the kernel, in rules
-    libc::SYS_landlock_add_rule,       // the same
-    libc::SYS_landlock_restrict_self,  // the same
-    MAP_SHADOW_STACK,                  // counted as a stack, of any size
+    libc::SYS_landlock_add_rule, // the same
+    libc::SYS_landlock_restrict_self, // the same
+    MAP_SHADOW_STACK,   // counted as a stack, of any size
     libc::SYS_setxattr, // of the kernel, in attributes: those of memory files have no limit (Linux 6.6)
     libc::SYS_lsetxattr, // the same
     libc::SYS_fsetxattr, // the same
