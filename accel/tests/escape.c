@@ -404,6 +404,7 @@ static void kernel_resources(void)
 	TRY("a mode of system calls", SYS_prctl, P(PR_SET_SECCOMP), P(2), OUT);
 	TRY("rules of Landlock", SYS_landlock_create_ruleset, P(0), P(0), P(1));
 	TRY("a stack for the processor", 453 /* map_shadow_stack */, P(0), P(1 << 20), P(0));
+	TRY("memory in a pipe, without a copy", SYS_vmsplice, P(2), OUT, P(0), P(0));
 	TRY("pages for pipes", SYS_fcntl, P(2), P(F_SETPIPE_SZ), P(1 << 19));
 }
 

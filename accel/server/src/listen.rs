@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Addresses that clients connect to, and their peers: a peer is a user of this machine, by a Unix socket, or an address, by TCP.
 
+use crate::brief::Brief;
 use anyhow::{Context, bail};
 use rustix::net::sockopt;
 use std::fmt;
@@ -88,18 +89,19 @@ impl Listener {
     ///
     /// # Errors
     /// There are no descriptors, or the client has gone meanwhile.
-    pub fn accept(&self) -> io::Result<(OwnedFd, Peer)> {
+    pub fn accept(&self) -> io::Result<(Brief, Peer)> {
         match self {
             Listener::Unix(listener) => {
                 let (socket, _) = listener.accept()?;
+                let socket = Brief::from(OwnedFd::from(socket));
                 let uid = sockopt::socket_peercred(&socket)?.uid.as_raw();
-                Ok((socket.into(), Peer::User(uid)))
+                Ok((socket, Peer::User(uid)))
             }
             Listener::Tcp(listener) => {
                 let (socket, address) = listener.accept()?;
                 socket.set_nodelay(true)?;
                 notice_silence(&socket)?;
-                Ok((socket.into(), address.ip().into()))
+                Ok((OwnedFd::from(socket).into(), address.ip().into()))
             }
         }
     }

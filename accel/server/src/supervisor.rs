@@ -2,6 +2,7 @@
 //! Listens, and has a worker started for each client that connects and says who it is. Of what a client sends the supervisor reads that hello, which is short, and nothing
 //! else: a worker costs much, and who talks nonsense gets none.
 
+use crate::brief::{self, Brief};
 use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
@@ -62,6 +63,9 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// A client may take so long for its hello.
 const HELLO: Duration = Duration::from_secs(10);
 
+/// A file that ends while its client's hello is read may take so long. The client alone waits for that.
+const LATE: Duration = Duration::from_millis(200);
+
 /// What peers without a worker are worth in the log: a line a second. They can connect as fast as they like.
 #[derive(Default)]
 struct Seldom {
@@ -112,7 +116,7 @@ pub struct Server {
     listens: Mutex<Vec<String>>,
     of_vms: Limits,
     /// Copies of the sockets that clients find, to shut down.
-    sockets: Mutex<Vec<(String, OwnedFd)>>,
+    sockets: Mutex<Vec<(String, Brief)>>,
     control: Option<PathBuf>,
     most: usize,
     of_peer: usize,
@@ -143,7 +147,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         .map(|(address, limits)| Ok((address.clone(), limits.clone(), Listener::bind(address)?)))
         .collect::<anyhow::Result<Vec<_>>>()?;
     let copy = |(address, _, listener): &(String, Limits, Listener)| {
-        Ok((address.clone(), listener.fd().try_clone_to_owned()?))
+        Ok((address.clone(), listener.fd().try_clone_to_owned()?.into()))
     };
     let vms =
         config.vms.iter().map(|vm| vm::Vm::keep(vm, &confinement)).collect::<anyhow::Result<Vec<_>>>()?;
@@ -187,7 +191,11 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         .into_iter()
         .map(|(address, limits, listener)| {
             let server = server.clone();
-            spawn("listen", move || server.accept(&address, &limits, &listener))
+            spawn("listen", move || {
+                server.accept(&address, &limits, &listener);
+                // With the sockets of those that were not accepted yet.
+                brief::within(brief::A_MOMENT, || drop(listener));
+            })
         })
         .collect::<std::io::Result<Vec<_>>>()?;
     if config.overseen {
@@ -248,7 +256,7 @@ impl Server {
         self.tenants.wait_for_change(PAUSE);
     }
 
-    fn admit(self: &Arc<Self>, address: &str, limits: &Limits, peer: Peer, socket: OwnedFd) {
+    fn admit(self: &Arc<Self>, address: &str, limits: &Limits, peer: Peer, socket: Brief) {
         if has_gone(&socket) {
             return;
         }
@@ -265,8 +273,8 @@ impl Server {
     }
 
     /// Hears who a client is, and has a worker started for it.
-    fn meet(&self, address: String, limits: &Limits, guest: Guest, socket: OwnedFd) {
-        let hello = match stream::hello(&socket, HELLO) {
+    fn meet(&self, address: String, limits: &Limits, guest: Guest, socket: Brief) {
+        let hello = match brief::within(LATE, || stream::hello(&socket, HELLO)) {
             Ok(hello) => hello,
             Err(Error::Closed) => return,
             Err(e) => return self.seldom.say(format_args!("handshake with {}: {e}", guest.peer())),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Starts a worker for each client, behind the wall that this server can build, and looks after it until it has ended.
 
+use crate::brief::Brief;
 use crate::figures::Figures;
 use crate::hold::{Hold, Way};
 use crate::limits::Limits;
@@ -204,7 +205,7 @@ fn look_after(
     tenants: &Tenants,
     process: &Process,
     said: OwnedFd,
-    mut client: Option<OwnedFd>,
+    mut client: Option<Brief>,
 ) -> std::io::Result<()> {
     // A worker of this user could open the pipe anew and take out the bytes that poll(2) reported; a read must not wait for them then.
     rustix::fs::fcntl_setfl(&said, OFlags::NONBLOCK)?;
@@ -218,7 +219,7 @@ fn look_after(
         let watched = |fd, events| libc::pollfd { fd, events, revents: 0 };
         let mut fds = [
             watched(number(said.as_ref().map(|s| s as _)), libc::POLLIN),
-            watched(number(client.as_ref().map(|c| c as _)), libc::POLLRDHUP),
+            watched(number(client.as_deref().map(|c| c as _)), libc::POLLRDHUP),
             watched(process.pidfd.as_raw_fd(), libc::POLLIN),
         ];
         let left_of_grace = gone.map(|since| GRACE.saturating_sub(since.elapsed()));
@@ -293,7 +294,8 @@ pub fn start(
     caller: Caller<'_>,
 ) -> anyhow::Result<()> {
     let (figures, page) = Figures::new().context("its figures")?;
-    let copies = fds.iter().map(BorrowedFd::try_clone_to_owned).collect::<std::io::Result<Vec<_>>>()?;
+    let copy = |fd: &BorrowedFd<'_>| fd.try_clone_to_owned().map(Brief::from);
+    let copies = fds.iter().map(copy).collect::<std::io::Result<Vec<_>>>()?;
     let mut arguments = vec!["--limits".to_owned(), serde_json::to_string(limits)?];
     let (within, ended, guest) = match caller {
         Caller::Guest(guest) => (None, None, Some(guest)),

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Hostile peers of a server: they take places and don't use them, and send nothing.
+//! Hostile peers of a server: they take places and don't use them, send nothing, or what takes hours to end.
 
 mod rig;
 
 use rig::Server;
-use std::io::{Read, Write};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
 use tombolo_accel_spec::common::Ping;
@@ -158,4 +161,84 @@ fn who_talks_nonsense_costs_no_worker() {
     let lines =
         server.end().lines().filter(|l| l.contains("declarations") || l.contains("handshake")).count();
     assert!(lines < 25, "{lines}");
+}
+
+/// A connection whose end waits for hours, as its other end, which comes with it, takes nothing more.
+fn lingering() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let own = TcpStream::connect(listener.local_addr().expect("its address")).expect("connected");
+    let (other, _) = listener.accept().expect("accepted");
+    let hours = libc::linger { l_onoff: 1, l_linger: 30_000 };
+    // SAFETY: the structure lives during the call, and its size is given.
+    let set = unsafe {
+        let (at, len) = ((&raw const hours).cast(), size_of_val(&hours) as libc::socklen_t);
+        libc::setsockopt(own.as_raw_fd(), libc::SOL_SOCKET, libc::SO_LINGER, at, len)
+    };
+    assert_eq!(set, 0, "SO_LINGER");
+    own.set_nonblocking(true).expect("set");
+    let mut fd = libc::pollfd { fd: own.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    // SAFETY: the structure lives during the call.
+    while unsafe { libc::poll(&mut fd, 1, 500) } > 0 {
+        while (&own).write(&[0; 65536]).is_ok() {}
+    }
+    (own, other)
+}
+
+/// Sends a descriptor, its last one, with a byte.
+fn pass(to: &UnixStream, passed: TcpStream) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [passed.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let sent = sendmsg(to, &[IoSlice::new(b"T")], &mut control, SendFlags::NOSIGNAL);
+    assert_eq!(sent.expect("sent"), 1);
+}
+
+fn signal(pid: u32, signal: libc::c_int) {
+    // SAFETY: integers only.
+    assert_eq!(unsafe { libc::kill(pid as libc::pid_t, signal) }, 0);
+}
+
+#[test]
+fn files_that_clients_pass_along_and_whose_end_takes_hours_hold_up_nobody() {
+    let (mut server, _) = server("lingering");
+    let connect = || UnixStream::connect(&server.socket).expect("connected");
+    let files: Vec<_> = (0..4).map(|_| lingering()).collect();
+    let (mut passed, _others): (Vec<_>, Vec<_>) = files.into_iter().unzip();
+    let mut next = || passed.pop().expect("one for each");
+    // So that they are passed before the server looks, and end with the server.
+    signal(server.child.id(), libc::SIGSTOP);
+    let said = [connect(), connect()];
+    said.iter().for_each(|to| pass(to, next()));
+    // Not even there any more when the server accepts it.
+    pass(&connect(), next());
+    signal(server.child.id(), libc::SIGCONT);
+    // Others are heard, and hear.
+    let mut other = connect();
+    other.set_read_timeout(Some(TIMEOUT)).expect("set");
+    let mut answer = Vec::new();
+    other.write_all(b"nonsense").and_then(|()| other.read_to_end(&mut answer).map(drop)).unwrap_or_else(
+        |e| {
+            assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "the server doesn't answer: {e}");
+        },
+    );
+    drop(said);
+    // They have their places no more, and a client has one of its own.
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "passes".into() };
+    let mut client = connect();
+    wait_until("a place is free", || {
+        client = connect();
+        client.set_read_timeout(Some(TIMEOUT)).expect("set");
+        let sent = hello.send(&mut client);
+        sent.is_ok() && tombolo_calls::hello::welcomed(&mut client).is_ok()
+    });
+    // Its worker ends before it does, with what it passed.
+    pass(&client, next());
+    signal(server.ls()[0].tenants[0].pid, libc::SIGKILL);
+    wait_until("it is no tenant any more", || tenants(&server) == 0);
+    // And the server ends when it is told to.
+    let mut drain = std::process::Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+    // It may have ended before it answers.
+    let _answer = drain.args(["drain", "--control"]).arg(&server.control).output().expect("it runs");
+    wait_until("it is drained", || server.child.try_wait().expect("it runs").is_some());
 }

@@ -52,8 +52,9 @@ const REFUSED: &[libc::c_long] = &[
     // Limits that the kernel counts by user. If the server isn't root, all its workers belong to one user.
     libc::SYS_sendmsg, // descriptors under way: new clients get theirs so, before this filter holds
     libc::SYS_sendmmsg, // the same
+    libc::SYS_epoll_ctl, // descriptors that are watched (fs.epoll.max_user_watches), and the kernel's memory for them; the link's own are before this filter holds
     #[cfg(target_arch = "x86_64")]
-    libc::SYS_epoll_create, // descriptors that are watched (fs.epoll.max_user_watches); the link has its own before this filter holds
+    libc::SYS_epoll_create, // the same
     libc::SYS_epoll_create1, // the same
     #[cfg(target_arch = "x86_64")]
     libc::SYS_inotify_init, // watchers of files (fs.inotify.max_user_instances)
@@ -65,15 +66,16 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_recvmmsg,
     // Memory that the limit of private memory doesn't count.
     libc::SYS_memfd_create,            // in a descriptor
-    libc::SYS_memfd_secret,            // the same, and no host that hibernates can while there is some
-    libc::SYS_shmget,                  // of System V
-    libc::SYS_msgget,                  // of System V, in messages
-    libc::SYS_semget,                  // of System V, in semaphores
-    libc::SYS_socketpair,              // of the kernel, in what was sent and not received
+    libc::SYS_vmsplice, // in pipes: 2 MiB for each page, of which there are sixteen in a pipe, and which may then be unmapped
+    libc::SYS_memfd_secret, // the same, and no host that hibernates can while there is some
+    libc::SYS_shmget,   // of System V
+    libc::SYS_msgget,   // of System V, in messages
+    libc::SYS_semget,   // of System V, in semaphores
+    libc::SYS_socketpair, // of the kernel, in what was sent and not received
     libc::SYS_landlock_create_ruleset, // of the kernel, in rules
-    libc::SYS_landlock_add_rule,       // the same
-    libc::SYS_landlock_restrict_self,  // the same
-    MAP_SHADOW_STACK,                  // counted as a stack, of any size
+    libc::SYS_landlock_add_rule, // the same
+    libc::SYS_landlock_restrict_self, // the same
+    MAP_SHADOW_STACK,   // counted as a stack, of any size
     libc::SYS_setxattr, // of the kernel, in attributes: those of memory files have no limit (Linux 6.6)
     libc::SYS_lsetxattr, // the same
     libc::SYS_fsetxattr, // the same
@@ -555,6 +557,31 @@ mod tests {
             asked()
         });
         assert_eq!(behind.join().expect("it ends"), [Some(libc::ENOSYS), Some(libc::EPERM)]);
+    }
+
+    #[test]
+    fn a_worker_waits_at_its_links_descriptors_and_has_no_more_of_them_watched() {
+        // SAFETY: integers, and an event that lives during the calls.
+        let (epoll, watched, more) =
+            unsafe { (libc::epoll_create1(0), libc::eventfd(1, 0), libc::eventfd(1, 0)) };
+        let add = move |fd| {
+            let mut event = libc::epoll_event { events: libc::EPOLLIN as u32, u64: 7 };
+            // SAFETY: as above.
+            unsafe { libc::epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, &mut event) }
+        };
+        let wait = move || {
+            let mut event = libc::epoll_event { events: 0, u64: 0 };
+            // SAFETY: as above.
+            unsafe { libc::epoll_wait(epoll, &mut event, 1, 0) }
+        };
+        assert_eq!(add(watched), 0);
+        let behind = std::thread::spawn(move || {
+            filter_this_thread().expect("filtered");
+            (add(more), std::io::Error::last_os_error().raw_os_error(), wait())
+        });
+        assert_eq!(behind.join().expect("it ends"), (-1, Some(libc::EPERM), 1));
+        // It is the filter that refused it.
+        assert_eq!(add(more), 0);
     }
 
     #[test]
