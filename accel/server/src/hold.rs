@@ -209,7 +209,7 @@ impl Hold {
     }
 }
 
-/// What became of a thread's policy.
+/// The result of a change of a thread's policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     /// It was this one before.

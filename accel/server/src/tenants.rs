@@ -46,7 +46,7 @@ impl Tenant {
 
     /// The processor time of its worker and of what that started.
     fn cpu(&mut self, pid: u32) -> Duration {
-        // What a worker that was killed has started ends with it, and needn't be looked at again.
+        // The processes of a killed worker end with it: no census is needed.
         if self.census.is_none() && !self.hold.is_over() {
             self.census = Census::of(pid);
         }
@@ -80,7 +80,7 @@ impl Tenant {
     fn may_run(&mut self, runs: bool, idled: bool) {
         let is_new = self.paused.since.is_some() == runs;
         if is_new && !runs {
-            // What it started just before is not idle yet; what it starts from now on is.
+            // The census finds processes that the worker started just before: they are not idle yet. Those that it starts from now on are.
             self.census.iter_mut().for_each(Census::wake);
         }
         self.hold.set(!runs, is_new, self.census.as_ref(), idled);

@@ -285,7 +285,7 @@ mod tests {
     fn a_thread_that_begins_late_is_measured_as_long_as_the_others() {
         let stop = AtomicBool::new(false);
         let cpu = crate::cpus::choose(None).unwrap()[0];
-        // What was to be measured is over already.
+        // The planned measurement has ended before the thread begins.
         let (length, now) = (20_000_000, now());
         let [begin, end] = [3, 2].map(|lengths| now - lengths * length);
         let plan = Plan {

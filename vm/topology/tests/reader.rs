@@ -9,7 +9,7 @@ fn read(output: &str) -> anyhow::Result<tombolo_topology::model::Topology> {
     gather::topology(output, Command::new(env!("CARGO_BIN_EXE_tombolo-topology")))
 }
 
-/// What the script writes in a guest with these CPUs.
+/// Returns the output of the script in a guest with these CPUs.
 fn guest(cpus: impl Iterator<Item = u32> + Clone) -> String {
     let last = cpus.clone().max().unwrap();
     let of = |cpu: u32| {

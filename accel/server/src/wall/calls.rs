@@ -313,7 +313,7 @@ const UNJUDGED: u32 = 464;
 /// counts, and others that no driver needs. The C library does without the one above them all, names of mappings.
 const NEWER_OPTIONS: u64 = 67;
 
-/// Calls that answer as if this kernel didn't have them: clone3, whose flags a filter can't read (the C library then calls clone); those that nobody has judged;
+/// System calls that fail as if this kernel didn't have them: clone3, whose flags a filter can't read (the C library then calls clone); those from [`UNJUDGED`] on;
 /// and on x86-64 the calls of the x32 ABI, whose numbers the other filter doesn't know and which are higher.
 fn missing() -> BpfProgram {
     const LOAD: u16 = 0x20; // BPF_LD | BPF_W | BPF_ABS

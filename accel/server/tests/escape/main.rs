@@ -179,7 +179,7 @@ fn a_call_in_the_way_of_32_bit_programs_ends_its_worker_and_no_other() {
 #[test]
 fn a_kernels_process_groups_bring_the_servers_processes_no_signal() {
     for user in users() {
-        // As a service manager starts it. A group that nobody in another group of its session is a parent of is one that the kernel ends.
+        // As a service manager starts it. No process of its group has a parent in another group of the session: the kernel ends such a group.
         let server = Server::with(*user, "orphan", &[], |command| {
             // SAFETY: takes nothing.
             let session =
