@@ -6,7 +6,7 @@ The VM has a zone of its own, made by `tombolo-accel serve --vm`, and as the fal
 module's tests need, and the guest kit (guest/README.md). --programs tries clblast's test programs, hashcat, clpeak and pyopencl's own tests
 instead (minutes each). Prints one line per claim and the counts; exit code 0 when all hold.
 """
-import argparse, glob, os, re, shlex, shutil, signal, socket, subprocess, sys, tempfile, time
+import argparse, contextlib, glob, os, re, shlex, shutil, signal, socket, subprocess, sys, tempfile, time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.abspath(os.path.join(HERE, "../.."))
@@ -251,6 +251,8 @@ def a_program_whose_worker_dies_gets_its_apis_code_and_the_next_one_is_served(ho
 
 # A process can't leave an initramfs by pivot_root, so servers in the VM are unconfined.
 SERVE = "tombolo-accel serve --listen tcp:127.0.0.1:7790 --memory 64 --window 16 --weight 30 --unconfined"
+LISTENS = ("for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; test -d /proc/$(cat /tmp/server) || break; sleep 0.1; done; "
+           "cat /tmp/served; exit 1")
 CGROUP = "mkdir -p /cg; test -e /cg/cgroup.procs || mount -t cgroup2 none /cg; echo +memory +pids +cpu > /cg/cgroup.subtree_control; ifconfig lo up; "
 
 
@@ -259,16 +261,18 @@ def connect_in(host, vm):
     vm.ok("rm -f /tmp/says; mkfifo /tmp/says; (exec 3<>/tmp/says; printf '%s' >&3; exec nc 127.0.0.1 7790 <&3 >/dev/null) & echo $! > /tmp/silent" % host.hello())
 
 
-def serve_in(host, vm, options="", prepare="", folder="/cg/*"):
-    """Starts a server in the VM, with a client that asks for nothing. The group of the client's worker, below a folder."""
-    vm.ok(CGROUP + "(%s exec %s %s >/tmp/served 2>&1) & echo $! > /tmp/server; "
-          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1" % (prepare, SERVE, options))
-    connect_in(host, vm)
-    return vm.ok("for i in $(seq 100); do ls -d %s/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder).strip()
-
-
-def end_in(vm, signal="TERM"):
-    vm.ok("kill $(cat /tmp/silent); kill -%s $(cat /tmp/server); for i in $(seq 300); do test -d /proc/$(cat /tmp/server) || exit 0; sleep 0.1; done; exit 1" % signal)
+@contextlib.contextmanager
+def served_in(host, vm, options="", prepare="", folder="/cg/*", signal="TERM"):
+    """A server in the VM, with a client that asks for nothing: the group of the client's worker, below a folder. The server gets the
+    signal however the claim goes on, and has ended then: the next claim's has the same port."""
+    vm.ok(CGROUP + "mkdir -p /cg/accel; (%s exec %s %s >/tmp/served 2>&1) & echo $! > /tmp/server" % (prepare, SERVE, options))
+    try:
+        vm.ok(LISTENS)
+        connect_in(host, vm)
+        yield vm.ok("for i in $(seq 100); do ls -d %s/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder).strip()
+    finally:
+        vm.ok("kill $(cat /tmp/silent) 2>/dev/null; kill -%s $(cat /tmp/server); "
+              "for i in $(seq 300); do test -d /proc/$(cat /tmp/server) || exit 0; sleep 0.1; done; exit 1" % signal)
 
 
 def expect(what, found, wanted):
@@ -278,84 +282,76 @@ def expect(what, found, wanted):
 
 @claim
 def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, vm, zone):
-    vm.ok(CGROUP + "mkdir /cg/accel")
-    group = serve_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel")
-    said = vm.ok("cd %s; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs" % group).split()
-    expect("the worker's group", said, [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"])
-    vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do test -d %s || exit 0; sleep 0.1; done; ls /cg/accel; exit 1" % group)
-    connect_in(host, vm)
-    end_in(vm)
+    with served_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel") as group:
+        said = vm.ok("cd %s; cat memory.max pids.max cpu.weight memory.oom.group; wc -l < cgroup.procs" % group).split()
+        expect("the worker's group", said, [str((64 + 2048 + 16 + 512) << 20), "1024", "30", "1", "1"])
+        vm.ok("kill $(cat /tmp/silent); for i in $(seq 300); do test -d %s || exit 0; sleep 0.1; done; ls /cg/accel; exit 1" % group)
+        connect_in(host, vm)
     expect("groups of a server that has ended", vm.ok("ls -d /cg/accel/*/ 2>/dev/null || true"), "")
 
 
 @claim
 def who_has_had_its_share_is_held_back_by_its_cgroup(host, vm, zone):
-    vm.ok("mkdir -p /cg/accel")
-    serve_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel")
     # Each of these has a worker that starts, works and ends.
     loop = "(while test -e /tmp/loops; do TOMBOLO_ACCEL=tcp:127.0.0.1:7790 clinfo >/dev/null 2>&1; done) & "
-    vm.ok("touch /tmp/loops; " + 3 * loop + "for i in $(seq 3000); do cat /cg/accel/*/cpu.idle 2>/dev/null | grep -q 1 && exit 0; sleep 0.02; done; "
-          "cat /tmp/served; exit 1")
-    vm.ok("rm /tmp/loops; for i in $(seq 300); do pidof clinfo >/dev/null || exit 0; sleep 0.1; done; exit 1")
-    expect("the group of one that asks for nothing", vm.ok("cat /cg/accel/*/cpu.idle /cg/accel/*/cpu.weight").split(), ["0", "30"])
-    end_in(vm)
+    with served_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel") as group:
+        try:
+            vm.ok("touch /tmp/loops; " + 3 * loop + "for i in $(seq 3000); do cat /cg/accel/*/cpu.idle 2>/dev/null | grep -q 1 && exit 0; sleep 0.02; done; "
+                  "cat /tmp/served; exit 1")
+        finally:
+            vm.ok("rm -f /tmp/loops; for i in $(seq 600); do pidof clinfo >/dev/null || exit 0; sleep 0.1; done; exit 1")
+        # Whom the others' end left ahead is let run at the server's next look.
+        vm.ok("cd %s; for i in $(seq 300); do grep -q 0 cpu.idle && exit 0; sleep 0.1; done; exit 1" % group)
+        expect("the weight of one that asks for nothing", vm.ok("cat %s/cpu.weight" % group).split(), ["30"])
 
 
 @claim
 def a_server_of_root_finds_a_cgroup_by_itself_and_none_stays_behind(host, vm, zone):
-    group = serve_in(host, vm)
-    pid = vm.ok("cat /tmp/server").strip()
-    expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + pid)
-    end_in(vm)
+    with served_in(host, vm) as group:
+        expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + vm.ok("cat /tmp/server").strip())
     expect("groups of a server that was told to end", vm.ok("ls -d /cg/tombolo-* 2>/dev/null || true"), "")
-    left = os.path.dirname(serve_in(host, vm))
-    end_in(vm, "KILL")
+    with served_in(host, vm, signal="KILL") as group:
+        left = os.path.dirname(group)
     vm.ok("test -d " + left)
-    group = serve_in(host, vm)
-    expect("groups after one that was killed", vm.ok("ls -d /cg/tombolo-*").split(), [os.path.dirname(group)])
-    end_in(vm)
+    with served_in(host, vm) as group:
+        expect("groups after one that was killed", vm.ok("ls -d /cg/tombolo-*").split(), [os.path.dirname(group)])
 
 
 @claim
 def a_server_divides_the_cgroup_that_systemd_delegates(host, vm, zone):
     vm.ok(CGROUP + "mkdir -p /cg/unit && setfattr -n user.delegate -v 1 /cg/unit")
     # Delegate=yes
-    group = serve_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
-    expect("the worker's group", os.path.dirname(group), "/cg/unit")
-    expect("the server's", vm.ok("cat /cg/unit/server/cgroup.procs"), vm.ok("cat /tmp/server"))
-    end_in(vm)
+    with served_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';") as group:
+        expect("the worker's group", os.path.dirname(group), "/cg/unit")
+        expect("the server's", vm.ok("cat /cg/unit/server/cgroup.procs"), vm.ok("cat /tmp/server"))
     # DelegateSubgroup=main
     vm.ok("mkdir -p /cg/unit/main")
-    group = serve_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/main/cgroup.procs';")
-    expect("the worker's group", os.path.dirname(group), "/cg/unit")
-    expect("the server's", vm.ok("cat /cg/unit/main/cgroup.procs"), vm.ok("cat /tmp/server"))
-    end_in(vm)
+    with served_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/main/cgroup.procs';") as group:
+        expect("the worker's group", os.path.dirname(group), "/cg/unit")
+        expect("the server's", vm.ok("cat /cg/unit/main/cgroup.procs"), vm.ok("cat /tmp/server"))
     # Another process in it: it can't be divided, and the server stays where it was.
     vm.ok("rmdir /cg/unit/main /cg/unit/server; echo > /cg/unit/cgroup.subtree_control -cpu; echo > /cg/unit/cgroup.subtree_control '-memory -pids'; "
           "sleep 1000 & echo $! > /tmp/other; echo $! > /cg/unit/cgroup.procs")
-    group = serve_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';")
-    expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + vm.ok("cat /tmp/server").strip())
-    expect("who is in the unit's group", sorted(vm.ok("cat /cg/unit/cgroup.procs").split()), sorted(vm.ok("cat /tmp/server /tmp/other").split()))
-    end_in(vm)
+    with served_in(host, vm, prepare="sh -c 'echo $PPID > /cg/unit/cgroup.procs';") as group:
+        expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + vm.ok("cat /tmp/server").strip())
+        expect("who is in the unit's group", sorted(vm.ok("cat /cg/unit/cgroup.procs").split()), sorted(vm.ok("cat /tmp/server /tmp/other").split()))
     vm.ok("kill $(cat /tmp/other)")
 
 
 @claim
 def the_workers_of_a_vm_have_a_cgroup_together(host, vm, zone):
     vm.ok("mkdir -p /tmp/vms; mount -t tmpfs none /tmp/vms")
-    group = serve_in(host, vm, "--vm /tmp/vms/guest --vm-channels 8 --vm-window 4")
-    folder = vm.ok("ls -d %s/vm-*-guest" % os.path.dirname(group)).strip()
-    said = vm.ok("cd %s; cat memory.max pids.max cpu.weight cgroup.subtree_control" % folder).split()
-    expect("the VM's group", said, [str((64 + 8 * 4 + 2 * (2048 + 512)) << 20), "2048", "30", "cpu", "memory", "pids"])
-    end_in(vm)
+    with served_in(host, vm, "--vm /tmp/vms/guest --vm-channels 8 --vm-window 4") as group:
+        folder = vm.ok("ls -d %s/vm-*-guest" % os.path.dirname(group)).strip()
+        said = vm.ok("cd %s; cat memory.max pids.max cpu.weight cgroup.subtree_control" % folder).split()
+        expect("the VM's group", said, [str((64 + 8 * 4 + 2 * (2048 + 512)) << 20), "2048", "30", "cpu", "memory", "pids"])
     expect("groups of a server that has ended", vm.ok("ls -d /cg/tombolo-* 2>/dev/null || true"), "")
     vm.ok("umount /tmp/vms")
 
 
 @claim
 def a_server_without_a_cgroup_says_so_once_with_a_remedy_and_serves(host, vm, zone):
-    vm.ok("umount /cg 2>/dev/null; ifconfig lo up; (exec %s >/tmp/served 2>&1) & echo $! > /tmp/server; "
-          "for i in $(seq 300); do netstat -ltn | grep -q 7790 && exit 0; sleep 0.1; done; cat /tmp/served; exit 1" % SERVE)
+    vm.ok("umount /cg 2>/dev/null; ifconfig lo up; (exec %s >/tmp/served 2>&1) & echo $! > /tmp/server; %s" % (SERVE, LISTENS))
     said = vm.ok("cat /tmp/served")
     expect("lines", [said.count(word) for word in ("no control group: ", "Delegate=yes", "--cgroup")], [1, 1, 1])
     vm.ok("kill $(cat /tmp/server)")
