@@ -94,31 +94,51 @@ static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
 
 /* --- members that do not answer ---------------------------------------------------------------------------------- */
 
+static tmb_u32 rounds_begun(struct tfs *fs, tmb_u32 member)
+{
+	return (tmb_u32)tmb_load(&tfs_member_area(fs, member)->revokes_begun);
+}
+
+static tmb_u32 rounds_done(struct tfs *fs, tmb_u32 member)
+{
+	return (tmb_u32)tmb_load(&tfs_member_area(fs, member)->revokes_done);
+}
+
+static void note_slow(struct tfs_slow *slow, tmb_u32 member, tmb_u32 count)
+{
+	tmb_store(&slow->counts[member], count);
+	tmb_fetch_or(&slow->members, 1ULL << member);
+}
+
+/* Returns those of 'members' that were noted and whose counts ('count') are what they were then. Forgets the others. */
+static tmb_u64 still_slow(struct tfs *fs, struct tfs_slow *slow, tmb_u64 members, tmb_u32 (*count)(struct tfs *fs, tmb_u32 member))
+{
+	tmb_u64 still = 0;
+
+	for (members &= tmb_load(&slow->members); members; members &= members - 1) {
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
+
+		if (count(fs, m) == tmb_load(&slow->counts[m]))
+			still |= 1ULL << m;
+		else
+			tmb_fetch_and(&slow->members, ~(1ULL << m));
+	}
+	return still;
+}
+
 /* Returns those of 'members' that let a wait run out and have not revoked anything since. They are asked again but not waited for. */
 static tmb_u64 still_silent(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 silent = 0;
-
-	for (members &= tmb_load(&fs->silent); members; members &= members - 1) {
-		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
-
-		if (fs->members && tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE &&
-		    (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) == tmb_load(&fs->silent_at[m]))
-			silent |= 1ULL << m;
-		else
-			tmb_fetch_and(&fs->silent, ~(1ULL << m));
-	}
-	return silent;
+	for (tmb_u64 left = members & tmb_load(&fs->silent.members); left; left &= left - 1)
+		if (!fs->members || !(tmb_load(&fs->members[__builtin_ctzll(left)].pending) & TMB_PENDING_REVOKE))
+			tmb_fetch_and(&fs->silent.members, ~(left & -left)); /* it took the bit, so it answers */
+	return still_slow(fs, &fs->silent, members, rounds_begun);
 }
 
 static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 {
-	for (; members; members &= members - 1) {
-		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
-
-		tmb_store(&fs->silent_at[m], begun[m]);
-		tmb_fetch_or(&fs->silent, 1ULL << m);
-	}
+	for (; members; members &= members - 1)
+		note_slow(&fs->silent, (tmb_u32)__builtin_ctzll(members), begun[__builtin_ctzll(members)]);
 }
 
 /*
@@ -127,29 +147,17 @@ static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
  */
 static tmb_u64 still_keeping(struct tfs *fs, tmb_u64 members)
 {
-	tmb_u64 keeping = 0;
-
-	for (members &= tmb_load(&fs->keeping); members; members &= members - 1) {
-		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
-
-		if ((tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_done) == tmb_load(&fs->keeping_at[m]))
-			keeping |= 1ULL << m;
-		else
-			tmb_fetch_and(&fs->keeping, ~(1ULL << m));
-	}
-	return keeping;
+	return still_slow(fs, &fs->keeping, members, rounds_done);
 }
 
 /* Notes those of 'members' that have begun a round since 'begun' and ended none. */
 static void note_keeping(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 {
 	for (; members; members &= members - 1) {
-		tmb_u32 m = (tmb_u32)__builtin_ctzll(members), done = (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_done);
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members), done = rounds_done(fs, m);
 
-		if ((tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) == begun[m])
-			continue;
-		tmb_store(&fs->keeping_at[m], done);
-		tmb_fetch_or(&fs->keeping, 1ULL << m);
+		if (rounds_begun(fs, m) != begun[m])
+			note_slow(&fs->keeping, m, done);
 	}
 }
 
@@ -157,7 +165,7 @@ static void note_keeping(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 static void rounds_of(struct tfs *fs, tmb_u64 members, tmb_u32 *begun)
 {
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
-		begun[m] = members & 1ULL << m ? (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) : 0;
+		begun[m] = members & 1ULL << m ? rounds_begun(fs, m) : 0;
 }
 
 /* One round of waiting: spins first, then sleeps. Returns false when the time is up. */
@@ -219,7 +227,7 @@ static void tell_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
 		/* One with pages in use sets the bit again itself. */
 		bool answers = !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE) ||
-			       (tmb_u32)tmb_load(&tfs_member_area(fs, m)->revokes_begun) != begun[m];
+			       rounds_begun(fs, m) != begun[m];
 
 		tfs_os_waiting(fs, m, answers, TFS_REVOKE_LIMIT_NS / 1000000000);
 	}

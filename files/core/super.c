@@ -187,7 +187,7 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	memset(fs->freeing, 0, sizeof(fs->freeing));
 	memset(fs->reserve, 0, sizeof(fs->reserve));
 	fs->numbers = 0;
-	fs->silent = fs->keeping = 0;
+	fs->silent.members = fs->keeping.members = 0;
 	fs->unclean = fs->asked = false;
 	fs->taking = 0;
 	fs->hash_seed = tmb_load(&sb->hash_seed);

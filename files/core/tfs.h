@@ -36,6 +36,12 @@ struct tfs_waiter {
 	tmb_u32 bell, pad; /* counts wake-ups; the thread sleeps on it */
 };
 
+/* Members that let a wait run out, a bit for each, with a count of each at that time: while its count is the same, it is not waited for in full again. */
+struct tfs_slow {
+	tmb_u64 members;
+	tmb_u32 counts[TFS_MEMBERS];
+};
+
 struct tfs {
 	tmb_u8 *area;	  /* the FILES area in this address space */
 	tmb_u64 blocks;	  /* checked copies of super block fields */
@@ -56,10 +62,8 @@ struct tfs {
 	tmb_u32 recovery_lock; /* held by the thread of this member that uses the transaction slot TFS_TX_RECOVERY */
 	tmb_u64 itable_cache[TFS_ITABLE_CACHE]; /* where blocks of the inode table lie: (its block + 1) << 32 | the area's; they never move */
 	tmb_u32 bit_locks[TFS_BIT_LOCKS]; /* by inode number: locks of the member's own bits in 'openers' and 'mappers' */
-	tmb_u64 silent; /* bit per member that let a wait for its mappings run out ... */
-	tmb_u32 silent_at[TFS_MEMBERS]; /* ... when its 'revokes_begun' was this */
-	tmb_u64 keeping; /* bit per member that let such a wait run out though it answers: pages that it maps are in use ... */
-	tmb_u32 keeping_at[TFS_MEMBERS]; /* ... when its 'revokes_done' was this */
+	struct tfs_slow silent; /* those that do not answer, and how often they had begun to revoke ('revokes_begun') */
+	struct tfs_slow keeping; /* those that answer, but map pages that are in use, and how often they had ended that ('revokes_done') */
 	struct tfs_waiter queue[TFS_QUEUE]; /* wait.c */
 	tmb_u64 numbers;
 	void *os;	  /* the skin's */
