@@ -2,7 +2,6 @@
 //! Listens, and has a worker started for each client that connects and says who it is. Of what a client sends the supervisor reads that hello, which is short, and nothing
 //! else: a worker costs much, and who talks nonsense gets none.
 
-use crate::brief::{self, Brief};
 use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
@@ -26,6 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::opencl as wire;
+use tombolo_brief::{self as brief, Brief};
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, say, stream};
 
