@@ -52,6 +52,7 @@ pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
     for stream in listener.incoming() {
         let is_lost = stream.is_err();
         let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(&s.into(), server));
+        server.end_if_drained();
         if let Err(e) = answered {
             say!("tombolo accel: a command could not be answered: {e:#}");
         }
@@ -90,7 +91,9 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
         let mut answer = carry_out(&line?, server)?;
         answer.push('\n');
         let mut overseer = overseer;
-        overseer.write_all(answer.as_bytes())
+        let told = overseer.write_all(answer.as_bytes());
+        server.end_if_drained();
+        told
     });
     if let Err(e) = obeyed {
         say!("tombolo accel: the process that supervises this server has gone: {e}");

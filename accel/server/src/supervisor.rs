@@ -122,7 +122,7 @@ pub struct Server {
     of_peer: usize,
     seldom: Seldom,
     draining: AtomicBool,
-    /// Set when no client can connect any more.
+    /// Set when no client can connect any more, and whoever wanted that has its answer.
     closed: AtomicBool,
     /// The thread that waits until `closed` is set.
     main: Thread,
@@ -314,7 +314,7 @@ impl Server {
         }
     }
 
-    /// Takes no clients any more; [`serve`] ends when the last one has gone. The address is free when this returns.
+    /// Takes no clients any more. The address is free when this returns. [`Server::end_if_drained`] comes next.
     pub fn drain(&self) {
         if self.draining.swap(true, Ordering::SeqCst) {
             return;
@@ -334,8 +334,14 @@ impl Server {
             }
         }
         say!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
-        self.closed.store(true, Ordering::SeqCst);
-        self.main.unpark();
+    }
+
+    /// If the server takes no clients any more, lets [`serve`] end when the last one has gone. Called when whoever wanted that has its answer.
+    pub fn end_if_drained(&self) {
+        if self.draining.load(Ordering::SeqCst) {
+            self.closed.store(true, Ordering::SeqCst);
+            self.main.unpark();
+        }
     }
 
     /// Removes the control groups, before this process ends.
