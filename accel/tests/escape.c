@@ -80,10 +80,18 @@ static const char *source =
 	"		results[i] = sc(calls[i * 8], a[0], a[1], a[2], a[3], a[4], a[5]);\n"
 	"	}\n"
 	"}\n"
-	/* Private memory in MiB, as far as it is promised; shared memory; bytes of a file; files; KiB in sockets; processes. */
+	/*
+	 * Memory in MiB that was private and may then only be read; private memory, as far as it is promised; shared memory; bytes of a file; files; KiB in
+	 * sockets; processes.
+	 */
 	"kernel void fill(global char *path, global long *results)\n"
 	"{\n"
-	"	long n = 0, fd;\n"
+	"	long n = 0, fd, at[1024];\n"
+	"	while (n < 1024 && (at[n] = sc(9, 0, 64 << 20, 3, 0x22, -1, 0)) > 0 && sc(10, at[n], 64 << 20, 1, 0, 0, 0) == 0)\n"
+	"		n++;\n"
+	"	results[6] = n * 64;\n"
+	"	while (n > 0)\n"
+	"		sc(11, at[--n], 64 << 20, 0, 0, 0, 0);\n"
 	"	while (n < 65536 && sc(9, 0, 1 << 20, 3, 0x22, -1, 0) > 0)\n"
 	"		n++;\n"
 	"	results[0] = n;\n"
@@ -405,6 +413,7 @@ static void kernel_resources(void)
 	TRY("rules of Landlock", SYS_landlock_create_ruleset, P(0), P(0), P(1));
 	TRY("a stack for the processor", 453 /* map_shadow_stack */, P(0), P(1 << 20), P(0));
 	TRY("memory in a pipe, without a copy", SYS_vmsplice, P(2), OUT, P(0), P(0));
+	TRY("the kernel's memory, in tables of pages", SYS_mmap, P(0), P(1L << 40), P(PROT_READ), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE), P(-1), P(0));
 	TRY("pages for pipes", SYS_fcntl, P(2), P(F_SETPIPE_SZ), P(1 << 19));
 }
 
@@ -698,8 +707,8 @@ int main(int n, char **v)
 		char path[16] = "/tmp/fill";
 
 		e = run("fill", 2, (void *[]){ path, results }, (size_t[]){ sizeof(path), sizeof(results) }, 0);
-		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\n", results[0], results[1],
-		       results[2], results[3], results[4], results[5]);
+		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\nMiB to read: %ld\n", results[0], results[1],
+		       results[2], results[3], results[4], results[5], results[6]);
 	} else if (!strcmp(v[1], "pass") && n > 2) {
 		return pass(v[2]);
 	} else if (!strcmp(v[1], "crash") || !strcmp(v[1], "old")) {

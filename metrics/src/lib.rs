@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 use serde::{Deserialize, Serialize};
+use tombolo_brief::{A_MOMENT, Brief, within};
 
 use request::{Request, read};
 
@@ -94,19 +95,14 @@ impl Peer for UnixStream {}
 
 impl Listener {
     /// Accepts a waiting connection, if there is one.
-    fn accept(&self) -> io::Result<Box<dyn Peer>> {
-        Ok(match self {
-            Self::Tcp(listener) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(true)?;
-                Box::new(stream)
-            }
-            Self::Unix(listener) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(true)?;
-                Box::new(stream)
-            }
-        })
+    fn accept(&self) -> io::Result<Brief<Box<dyn Peer>>> {
+        let peer: Box<dyn Peer> = match self {
+            Self::Tcp(listener) => Box::new(listener.accept()?.0),
+            Self::Unix(listener) => Box::new(listener.accept()?.0),
+        };
+        let peer = Brief::from(peer);
+        rustix::io::ioctl_fionbio(&*peer, true)?;
+        Ok(peer)
     }
 }
 
@@ -121,7 +117,7 @@ impl AsFd for Listener {
 
 /// One connection.
 struct Client {
-    peer: Box<dyn Peer>,
+    peer: Brief<Box<dyn Peer>>,
     until: Instant,
     asked: Vec<u8>,
     /// The rest of the answer; empty before there is one.
@@ -129,7 +125,7 @@ struct Client {
 }
 
 impl Client {
-    fn new(peer: Box<dyn Peer>, now: Instant) -> Self {
+    fn new(peer: Brief<Box<dyn Peer>>, now: Instant) -> Self {
         Self { peer, until: now + TIMEOUT, asked: Vec::new(), answer: Vec::new() }
     }
 
@@ -141,7 +137,7 @@ impl Client {
     fn go_on(&mut self, what: &str, text: &dyn Fn() -> String) -> bool {
         if self.answer.is_empty() {
             let mut piece = [0; 2048];
-            match self.peer.read(&mut piece) {
+            match within(A_MOMENT, || self.peer.read(&mut piece)) {
                 Ok(0) => return false,
                 Ok(n) => self.asked.extend_from_slice(&piece[..n]),
                 Err(err) => return err.kind() == ErrorKind::WouldBlock,
@@ -164,7 +160,7 @@ impl Client {
         };
         if self.answer.is_empty() {
             // The peer may have closed.
-            let _gone = shutdown(&self.peer, Shutdown::Write);
+            let _gone = shutdown(&*self.peer, Shutdown::Write);
         }
         !self.answer.is_empty()
     }
@@ -183,14 +179,15 @@ fn respond(status: &str, fields: &str, text: &str, body: bool) -> Vec<u8> {
 
 /// The server, listening.
 pub struct Server {
-    listener: Listener,
+    /// With the connections that wait at it.
+    listener: Brief<Listener>,
     /// The path of its Unix socket, to be removed.
     path: Option<PathBuf>,
 }
 
 /// Ends a [`Server::serve`].
 #[derive(Debug)]
-pub struct Stop(OwnedFd);
+pub struct Stop(Brief<OwnedFd>);
 
 impl Stop {
     /// Ends it now.
@@ -210,13 +207,13 @@ impl Server {
             Place::Tcp(address) => {
                 let listener = TcpListener::bind(address)?;
                 listener.set_nonblocking(true)?;
-                Ok(Self { listener: Listener::Tcp(listener), path: None })
+                Ok(Self { listener: Listener::Tcp(listener).into(), path: None })
             }
             Place::Unix(path) => {
                 remove_dead(path)?;
                 let listener = UnixListener::bind(path)?;
                 listener.set_nonblocking(true)?;
-                Ok(Self { listener: Listener::Unix(listener), path: Some(path.clone()) })
+                Ok(Self { listener: Listener::Unix(listener).into(), path: Some(path.clone()) })
             }
         }
     }
@@ -226,7 +223,7 @@ impl Server {
     /// # Errors
     /// The kernel refuses to tell.
     pub fn place(&self) -> io::Result<Place> {
-        Ok(match (&self.listener, &self.path) {
+        Ok(match (&*self.listener, &self.path) {
             (Listener::Tcp(listener), _) => Place::Tcp(listener.local_addr()?),
             (_, path) => Place::Unix(path.clone().unwrap_or_default()),
         })
@@ -248,7 +245,7 @@ impl Server {
             Place::Tcp(_) => Listener::Tcp(listener.into()),
             Place::Unix(_) => Listener::Unix(listener.into()),
         };
-        Self { listener, path: None }
+        Self { listener: listener.into(), path: None }
     }
 
     /// Returns a handle that ends [`Server::serve`].
@@ -256,7 +253,7 @@ impl Server {
     /// # Errors
     /// No descriptors are left.
     pub fn stop(&self) -> io::Result<Stop> {
-        Ok(Stop(self.listener.as_fd().try_clone_to_owned()?))
+        Ok(Stop(self.listener.as_fd().try_clone_to_owned()?.into()))
     }
 
     /// Answers requests with the result of `text` until it is stopped. `what`: the name of the metrics for messages.
@@ -313,7 +310,7 @@ fn wait(
     next: Option<Instant>,
 ) -> io::Result<(PollFlags, Vec<PollFlags>)> {
     let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
-    fds.extend(clients.iter().map(|c| PollFd::new(&c.peer, c.wants())));
+    fds.extend(clients.iter().map(|c| PollFd::new(&*c.peer, c.wants())));
     let left = next.map(|at| at.saturating_duration_since(Instant::now()));
     let left = left.map(|d| Timespec { tv_sec: d.as_secs() as i64, tv_nsec: d.subsec_nanos().into() });
     match poll(&mut fds, left.as_ref()) {

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -129,4 +130,47 @@ fn a_place_is_an_address_or_an_absolute_path() {
     for text in ["metrics.sock", "127.0.0.1", ""] {
         assert!(text.parse::<Place>().unwrap_err().contains("nor an absolute path"), "{text}");
     }
+}
+
+#[test]
+fn files_that_a_peer_passes_along_and_whose_end_takes_hours_hold_up_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("figures");
+    let server = Server::bind(&Place::Unix(path.clone())).unwrap();
+    let stop = server.stop().unwrap();
+    let (asked, ask) = channel();
+    let (go_on, goes_on) = channel::<()>();
+    let text = move || {
+        asked.send(()).unwrap();
+        // Until it may go on: later at once.
+        let _ended = goes_on.recv();
+        "up 1\n".to_owned()
+    };
+    let thread = std::thread::spawn(move || server.serve("figures", text).unwrap());
+    let request = b"GET /metrics HTTP/1.1\r\n\r\n";
+    let connect = || UnixStream::connect(&path).unwrap();
+    let mut first = connect();
+    first.write_all(request).unwrap();
+    ask.recv().unwrap();
+    // The server stands still, so that they are passed before it looks, and end with it.
+    let mut others = Vec::new();
+    let mut pass = |to: &UnixStream, bytes: &[u8]| {
+        let (passed, other) = tombolo_brief::endless::lingering().unwrap();
+        others.push(other);
+        tombolo_brief::endless::pass(to, bytes, passed).unwrap();
+    };
+    let (silent, asks) = (connect(), connect());
+    pass(&silent, b"G");
+    pass(&asks, request);
+    // This stays in the socket until it is closed.
+    pass(&asks, b"more");
+    pass(&connect(), b"gone");
+    drop(go_on);
+    let mut last = connect();
+    last.write_all(request).unwrap();
+    for asker in [first, last] {
+        assert!(answer(asker).ends_with("up 1\n"));
+    }
+    stop.now();
+    thread.join().unwrap();
 }

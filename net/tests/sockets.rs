@@ -393,6 +393,34 @@ fn descriptors_that_could_block_the_switch_are_refused() {
 }
 
 #[test]
+fn a_front_end_that_passes_files_whose_end_takes_hours_keeps_its_port_from_no_successor() {
+    let lab = Lab::new(2, 1);
+    let mut b = lab.connect(1, NicConfig::default());
+    let connect = || UnixStream::connect(lab.socket(0)).unwrap();
+    // The next ones wait until it has gone, so that what they pass ends in the switch.
+    let mut first = connect();
+    message(&first, 1, &[], &[]);
+    first.read_exact(&mut [0; 20]).unwrap();
+    let kick: Vec<u8> = [13u32, 1, 8, 1, 0].iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let hostile: Vec<_> = [&kick[..], &[0], &[0xff; 20]]
+        .into_iter()
+        .map(|bytes| {
+            let (passed, other) = tombolo_brief::endless::lingering().unwrap();
+            let stream = connect();
+            tombolo_brief::endless::pass(&stream, bytes, passed).unwrap();
+            let (unread, and_other) = tombolo_brief::endless::lingering().unwrap();
+            tombolo_brief::endless::pass(&stream, bytes, unread).unwrap();
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
+            (stream, other, and_other)
+        })
+        .collect();
+    drop(first);
+    let mut a = lab.connect(0, NicConfig::default());
+    exchange(&mut a, &mut b, 3, 1);
+    drop(hostile);
+}
+
+#[test]
 fn ports_come_and_go_at_run_time_and_refusals_say_why() {
     let lab = Lab::new(2, 1);
     let names = |lab: &Lab| -> Vec<String> {

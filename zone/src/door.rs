@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::{Deserialize, Serialize};
+use tombolo_brief::Brief;
 
 use crate::keep::{Keep, Kept};
 
@@ -30,7 +31,8 @@ const UNLINKED: &str = " (deleted)";
 /// A listening socket and the descriptor through which other processes reach it.
 #[derive(Debug)]
 pub struct Door {
-    listener: UnixListener,
+    /// With the connections that wait at it.
+    listener: Brief<UnixListener>,
     handle: OwnedFd,
 }
 
@@ -43,7 +45,7 @@ impl Door {
         let folder = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(folder)?;
         // An address has room for 107 bytes: too few for some paths.
         let path = PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_raw_fd()));
-        let listener = UnixListener::bind(&path)?;
+        let listener = Brief::from(UnixListener::bind(&path)?);
         let opened = std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).and_then(|()| {
             OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&path)
         });
@@ -82,7 +84,7 @@ impl DoorState {
     /// # Errors
     /// When a descriptor is not open.
     pub fn resume(self) -> io::Result<Door> {
-        Ok(Door { listener: self.listener.take()?.into(), handle: self.handle.take()? })
+        Ok(Door { listener: UnixListener::from(self.listener.take()?).into(), handle: self.handle.take()? })
     }
 }
 

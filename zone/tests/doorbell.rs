@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use tombolo_zone::doorbell::{Bell, DoorbellServer, Event, wire};
+use tombolo_zone::keep::Keep;
 use tombolo_zone::{MemberId, Rights, Role, Zone, ZoneConfig};
 
 /// Longer than any operation here takes; a test that waits for it has failed.
@@ -374,4 +375,46 @@ fn a_client_refuses_servers_that_speak_nonsense() {
         let said = Bell::over(ours, || ()).unwrap_err().to_string();
         assert!(said.contains("doorbell handshake"), "{said}");
     }
+}
+
+#[test]
+fn files_that_a_member_passes_along_and_whose_end_takes_hours_hold_up_no_other_member() {
+    let bench = Bench::new();
+    let (a, a_path) = bench.member("a");
+    let (b, b_path) = bench.member("b");
+    let mut others = Vec::new();
+    let mut pass = |to: &UnixStream| {
+        let (passed, other) = tombolo_brief::endless::lingering().unwrap();
+        others.push(other);
+        tombolo_brief::endless::pass(to, &[0; 8], passed).unwrap();
+    };
+    let name = format!("tombolo-doorbells-{}", bench.zone.uuid());
+    let door = tombolo_zone::door::find(|n| n == name, None).unwrap().remove(0);
+    let knock = || door.connect(None).unwrap();
+    let connect = || UnixStream::connect(&a_path).unwrap();
+    let joined = connect();
+    bench.joined(a, 0);
+    // So that they are passed before the server looks, and end with it.
+    let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
+    pass(&joined);
+    let (waiting, unnamed) = (connect(), knock());
+    pass(&waiting);
+    pass(&unnamed);
+    for gone in [connect(), knock()] {
+        pass(&gone);
+    }
+    drop(paused);
+    let (b_bell, b_rings) = bell(&b_path);
+    until(
+        "the other member has joined",
+        || matches!(bench.event(), Event::Joined { member, .. } if member == b),
+    );
+    assert!(bench.server.ring(b_bell.peer()).unwrap());
+    b_rings.recv_timeout(LONG).unwrap();
+    // What is not read ends with the server.
+    let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
+    let last = [connect(), knock()];
+    last.iter().for_each(&mut pass);
+    drop(paused);
+    drop(bench);
 }

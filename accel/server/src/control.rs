@@ -13,6 +13,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use tombolo_brief::{Brief, within};
 use tombolo_calls::say;
 use tombolo_control::accel::Answer;
 
@@ -23,6 +24,8 @@ pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
 const MAX_REQUEST: usize = 4096;
 /// Time for all of a request, and timeout of each write of an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// The end of a file that a client passes along waits for no longer.
+const LATE: Duration = Duration::from_millis(200);
 
 /// Listens for commands.
 pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
@@ -48,7 +51,8 @@ pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
 pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
     for stream in listener.incoming() {
         let is_lost = stream.is_err();
-        let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(s, server));
+        let answered = stream.map_err(anyhow::Error::from).and_then(|s| answer(&s.into(), server));
+        server.end_if_drained();
         if let Err(e) = answered {
             say!("tombolo accel: a command could not be answered: {e:#}");
         }
@@ -58,10 +62,11 @@ pub fn serve(listener: &UnixListener, server: &Arc<Server>) {
     }
 }
 
-fn answer(stream: UnixStream, server: &Arc<Server>) -> anyhow::Result<()> {
+fn answer(stream: &Brief<UnixStream>, server: &Arc<Server>) -> anyhow::Result<()> {
     stream.set_write_timeout(Some(TIMEOUT))?;
-    let line = tombolo_control::socket::read_line(&mut BufReader::new(&stream), MAX_REQUEST, Some(TIMEOUT))?;
-    writeln!(&stream, "{}", carry_out(&line, server)?)?;
+    let mut reader = BufReader::new(&**stream);
+    let line = within(LATE, || tombolo_control::socket::read_line(&mut reader, MAX_REQUEST, Some(TIMEOUT)))?;
+    writeln!(&**stream, "{}", carry_out(&line, server)?)?;
     Ok(())
 }
 
@@ -86,7 +91,9 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
         let mut answer = carry_out(&line?, server)?;
         answer.push('\n');
         let mut overseer = overseer;
-        overseer.write_all(answer.as_bytes())
+        let told = overseer.write_all(answer.as_bytes());
+        server.end_if_drained();
+        told
     });
     if let Err(e) = obeyed {
         say!("tombolo accel: the process that supervises this server has gone: {e}");

@@ -4,7 +4,7 @@
 //! A supervisor listens; for each client it starts a worker, a sandboxed process that alone touches that client's memory, loads the
 //! real driver and carries out what the client asks. A worker that crashes, or is killed, takes one client with it.
 //!
-//! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them. [`brief`]: the ends of files that they pass along.
+//! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
 //! - [`divide`]: who of them may run, by weight. [`hold`]: how the others are held back.
 //! - [`account`]: what the processes of one VM use together.
@@ -23,7 +23,6 @@
 //! - [`cli`]: `tombolo accel`.
 
 pub mod account;
-pub mod brief;
 pub mod cli;
 pub mod control;
 pub mod divide;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Addresses that clients connect to, and their peers: a peer is a user of this machine, by a Unix socket, or an address, by TCP.
 
-use crate::brief::Brief;
 use anyhow::{Context, bail};
 use rustix::net::sockopt;
 use std::fmt;
@@ -12,6 +11,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::Duration;
+use tombolo_brief::Brief;
 
 /// A TCP peer that has said nothing for so long is asked whether it is still there, …
 const QUIET: Duration = Duration::from_secs(15);

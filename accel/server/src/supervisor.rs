@@ -2,7 +2,6 @@
 //! Listens, and has a worker started for each client that connects and says who it is. Of what a client sends the supervisor reads that hello, which is short, and nothing
 //! else: a worker costs much, and who talks nonsense gets none.
 
-use crate::brief::{self, Brief};
 use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
@@ -26,6 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::opencl as wire;
+use tombolo_brief::{self as brief, Brief};
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, say, stream};
 
@@ -122,7 +122,7 @@ pub struct Server {
     of_peer: usize,
     seldom: Seldom,
     draining: AtomicBool,
-    /// Set when no client can connect any more.
+    /// Set when no client can connect any more, and whoever wanted that has its answer.
     closed: AtomicBool,
     /// The thread that waits until `closed` is set.
     main: Thread,
@@ -314,7 +314,7 @@ impl Server {
         }
     }
 
-    /// Takes no clients any more; [`serve`] ends when the last one has gone. The address is free when this returns.
+    /// Takes no clients any more. The address is free when this returns. [`Server::end_if_drained`] comes next.
     pub fn drain(&self) {
         if self.draining.swap(true, Ordering::SeqCst) {
             return;
@@ -334,8 +334,14 @@ impl Server {
             }
         }
         say!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
-        self.closed.store(true, Ordering::SeqCst);
-        self.main.unpark();
+    }
+
+    /// If the server takes no clients any more, lets [`serve`] end when the last one has gone. Called when whoever wanted that has its answer.
+    pub fn end_if_drained(&self) {
+        if self.draining.load(Ordering::SeqCst) {
+            self.closed.store(true, Ordering::SeqCst);
+            self.main.unpark();
+        }
     }
 
     /// Removes the control groups, before this process ends.

@@ -147,7 +147,11 @@ pub fn run(
     };
     let doorbell = caller.doorbell();
     let link = caller.accept(limits)?;
-    // The driver is loaded, and nothing that the client sent was carried out yet.
+    // The driver is loaded with its devices, and nothing that the client sent was carried out yet.
+    let on_processors = api.devices().iter().all(|device| device.is_processor);
+    if wall.is_some() && on_processors {
+        wall::limits::addresses().context("limits")?;
+    }
     wall::calls::filter(Again::inside(link.window.mapping()), doorbell)?;
     let session = Session::new(link, bucket, figures);
     api.attach(&session);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Starts a worker for each client, behind the wall that this server can build, and looks after it until it has ended.
 
-use crate::brief::Brief;
 use crate::figures::Figures;
 use crate::hold::{Hold, Way};
 use crate::limits::Limits;
@@ -23,6 +22,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tombolo_brief::Brief;
 use tombolo_calls::say;
 
 /// Where a client comes from.

@@ -55,6 +55,8 @@ const ALLOWED: &[&[libc::c_long]] = &[
         libc::SYS_fstat,
         libc::SYS_dup,
     ],
+    // Signals to a thread that closes files which peers have passed along (tombolo_brief).
+    &[libc::SYS_timer_create, libc::SYS_timer_settime, libc::SYS_timer_delete],
     // Connections at sockets that the keeper has made.
     &[libc::SYS_accept4, libc::SYS_shutdown, libc::SYS_getsockopt, libc::SYS_setsockopt],
     // Type of a descriptor: fstat, and statx for those that front-ends send. Of a path they tell no more than that.

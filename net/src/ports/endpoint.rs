@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use tombolo_brief::{Brief, within};
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
 use crate::control::link::Link;
@@ -38,6 +39,9 @@ pub(crate) const RETRY: Duration = Duration::from_millis(200);
 
 /// The time that a server gets to close its socket, once its successor starts.
 const ENDING: Duration = Duration::from_secs(1);
+
+/// Longer than a message takes: the end of a file that a front-end passes along with one, such as a TCP socket that lingers, waits for no longer.
+const LATE: Duration = Duration::from_millis(100);
 
 /// The pause after a front-end whose eventfds have blocked a worker, before its successor is served. A worker is blocked for up to a
 /// tenth of a second by each front-end, so the other ports keep 19 of 20 parts of its time.
@@ -107,14 +111,14 @@ impl Endpoint {
     }
 
     /// Waits for the next connection.
-    fn next(&self) -> io::Result<UnixStream> {
+    fn next(&self) -> io::Result<Brief<UnixStream>> {
         match &self.0 {
-            Source::Listener(listener) => listener.accept().map(|(stream, _)| stream),
+            Source::Listener(listener) => listener.accept().map(|(stream, _)| stream.into()),
             Source::Dialer(channel) => {
                 let link = Link::over(channel.try_clone()?.into());
                 (&*channel).write_all(&[0])?;
                 match link.receive::<()>()? {
-                    Some(((), Some(stream))) => Ok(stream.into()),
+                    Some(((), Some(stream))) => Ok(UnixStream::from(stream).into()),
                     _ => Err(io::ErrorKind::UnexpectedEof.into()),
                 }
             }
@@ -135,10 +139,12 @@ impl Endpoint {
             }
             tracing::info!(port = port.name(), "front-end connected");
             port.connected.store(true, Ordering::Relaxed);
-            let why = converse(stream, switch, port, offered);
+            let why = converse(&stream, switch, port, offered);
+            // The last one to be closed ends messages that were not read.
+            stop.forget();
+            drop(stream);
             port.connected.store(false, Ordering::Relaxed);
             tracing::info!(port = port.name(), %why, "front-end gone");
-            stop.forget();
             if port.blocks.load(Ordering::Relaxed) {
                 tracing::warn!(
                     port = port.name(),
@@ -217,10 +223,10 @@ pub(crate) fn interrupt(socket: &impl AsFd) {
 }
 
 /// Serves one front-end until it disconnects or breaks the protocol; returns the reason.
-fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64) -> Error {
+fn converse(own: &UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered: u64) -> Error {
     let session = Arc::new(Mutex::new(Session::new(switch.clone(), port.clone(), offered)));
-    let own = match stream.try_clone() {
-        Ok(own) => own,
+    let stream = match own.try_clone() {
+        Ok(stream) => stream,
         Err(err) => return Error::SocketError(err),
     };
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
@@ -228,12 +234,12 @@ fn converse(stream: UnixStream, switch: &Arc<Switch>, port: &Arc<Port>, offered:
         let mut poll = libc::pollfd { fd: own.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd of our own.
         unsafe { libc::poll(&mut poll, 1, -1) };
-        match own_message(&own, &session) {
+        match within(LATE, || own_message(own, &session)) {
             Ok(true) => continue,
             Ok(false) => {}
             Err(why) => return why,
         }
-        match handler.handle_request() {
+        match within(LATE, || handler.handle_request()) {
             Ok(()) => {}
             Err(Error::SocketRetry(_)) => {}
             Err(why) => return why,

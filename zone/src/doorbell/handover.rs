@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
@@ -68,7 +69,8 @@ impl DoorbellServer {
             }
         }
         // One that can't be taken over connects again.
-        let unnamed = state.unnamed.into_iter().filter_map(|stream| Some(stream.take().ok()?.into()));
+        let unnamed =
+            state.unnamed.into_iter().filter_map(|stream| Some(UnixStream::from(stream.take().ok()?).into()));
         let unnamed = unnamed.collect();
         let bells: Bells = Arc::new(Mutex::new(bells));
         let (server, events) = Self::begin(zone, hosts, bells, |work| {
@@ -94,7 +96,10 @@ impl ClientState {
         let vectors = vectors.into_iter().map(take).collect::<io::Result<Vec<_>>>()?;
         let backlog = backlog.into_iter().map(|(value, fd)| Ok((value, fd.map(take).transpose()?)));
         let backlog = backlog.collect::<io::Result<VecDeque<_>>>()?;
-        Ok((Doorbell { member, vectors }, Client { member, stream: stream.take()?.into(), backlog }))
+        Ok((
+            Doorbell { member, vectors },
+            Client { member, stream: UnixStream::from(stream.take()?).into(), backlog },
+        ))
     }
 }
 

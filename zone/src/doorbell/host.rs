@@ -9,6 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
 use rustix::net::sockopt::socket_peercred;
+use tombolo_brief::Brief;
 use uuid::Uuid;
 
 use super::wire;
@@ -37,8 +38,8 @@ pub(super) fn listen(zone: Uuid) -> Result<Door> {
 }
 
 /// Accepts a process of this user or of root.
-pub(super) fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
-    let (stream, _) = listener.accept()?;
+pub(super) fn accept(listener: &UnixListener) -> io::Result<Brief<UnixStream>> {
+    let stream = Brief::from(listener.accept()?.0);
     let peer = socket_peercred(&stream)?.uid;
     if peer != rustix::process::geteuid() && !peer.is_root() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another user"));
@@ -50,7 +51,7 @@ pub(super) fn accept(listener: &UnixListener) -> io::Result<UnixStream> {
 /// Reads the first message of a process: the member that it is.
 pub(super) fn member_of(stream: &UnixStream) -> io::Result<MemberId> {
     let unnamed = || io::Error::new(io::ErrorKind::InvalidData, "it named no member");
-    let (member, _) = wire::receive(stream)?.ok_or_else(unnamed)?;
+    let member = wire::take(stream)?.ok_or_else(unnamed)?;
     u32::try_from(member).ok().and_then(MemberId::new).ok_or_else(unnamed)
 }
 

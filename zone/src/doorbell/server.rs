@@ -16,6 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tombolo_brief::Brief;
+
 use super::allowance::{Allowance, MAX_CONNECTIONS};
 use super::client::Bell;
 use super::handover::{ClientState, Paused, ServerState, Taken};
@@ -67,12 +69,12 @@ pub enum Event {
 enum Command {
     Listen {
         member: MemberId,
-        listener: UnixListener,
+        listener: Brief<UnixListener>,
         path: PathBuf,
     },
     Adopt {
         member: MemberId,
-        stream: UnixStream,
+        stream: Brief<UnixStream>,
     },
     Unlisten {
         member: MemberId,
@@ -166,7 +168,7 @@ impl DoorbellServer {
         };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        self.command(Command::Listen { member, listener, path: path.to_owned() })
+        self.command(Command::Listen { member, listener: listener.into(), path: path.to_owned() })
     }
 
     /// Ends a member's socket and connection.
@@ -177,7 +179,7 @@ impl DoorbellServer {
     /// Returns a connection for a member, for its QEMU to inherit: no socket file needed.
     pub fn connect(&self, member: MemberId) -> Result<UnixStream> {
         let (ours, theirs) = UnixStream::pair().map_err(|e| Error::io("making a doorbell connection", e))?;
-        self.command(Command::Adopt { member, stream: theirs })?;
+        self.command(Command::Adopt { member, stream: theirs.into() })?;
         Ok(ours)
     }
 
@@ -258,14 +260,14 @@ fn is_stale(path: &Path) -> bool {
 }
 
 struct Listening {
-    listener: UnixListener,
+    listener: Brief<UnixListener>,
     path: PathBuf,
     allowance: Allowance,
 }
 
 pub(super) struct Client {
     pub(super) member: MemberId,
-    pub(super) stream: UnixStream,
+    pub(super) stream: Brief<UnixStream>,
     pub(super) backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)>,
 }
 
@@ -273,7 +275,7 @@ pub(super) struct Work {
     zone: Arc<Zone>,
     hosts: Door,
     /// Processes of the host that have not sent their member number yet.
-    pub(super) unnamed: VecDeque<UnixStream>,
+    pub(super) unnamed: VecDeque<Brief<UnixStream>>,
     commands: Receiver<Command>,
     events: Sender<Event>,
     wake: Arc<OwnedFd>,
@@ -420,7 +422,7 @@ impl Work {
     fn accept(&mut self, member: MemberId) {
         let Some(listening) = self.listeners.get_mut(&member) else { return };
         let stream = match listening.listener.accept() {
-            Ok((stream, _)) => stream,
+            Ok((stream, _)) => Brief::from(stream),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
                 self.closed_until = Some(Instant::now() + RECOVERY);
@@ -440,7 +442,7 @@ impl Work {
     }
 
     /// Gives a connection its peer id and announces it to all clients.
-    fn join(&mut self, member: MemberId, stream: UnixStream, process: Option<Process>) {
+    fn join(&mut self, member: MemberId, stream: Brief<UnixStream>, process: Option<Process>) {
         // The member's earlier connection may have been closed a moment ago, so it is checked before this one is refused.
         for peer in self.peers_of(member) {
             self.serve(peer);
@@ -464,7 +466,7 @@ impl Work {
         &mut self,
         member: MemberId,
         peer: u16,
-        stream: UnixStream,
+        stream: Brief<UnixStream>,
         process: Option<Process>,
     ) -> Result<()> {
         stream.set_nonblocking(true).map_err(|e| Error::io("a doorbell connection", e))?;
@@ -505,7 +507,7 @@ impl Work {
     /// A client became readable, has room, or hung up.
     fn serve(&mut self, peer: u16) {
         let Some(client) = self.clients.get(&peer) else { return };
-        match wire::receive(&client.stream) {
+        match wire::take(&client.stream) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.flush(peer),
             Ok(None) => self.leave(peer, "it closed its connection".to_owned()),
             Ok(Some(_)) => self.leave(peer, "it sent something, which no doorbell does".to_owned()),

@@ -11,8 +11,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    SendFlags, recv, recvmsg, sendmsg,
 };
+use tombolo_brief::{A_MOMENT, within};
 use uuid::Uuid;
 
 use crate::format::TMB_DOORBELL_MAGIC;
@@ -71,6 +72,18 @@ pub fn receive(socket: &UnixStream) -> io::Result<Option<(i64, Option<OwnedFd>)>
         }
     }
     Ok(Some((i64::from_le_bytes(bytes), received)))
+}
+
+/// Receives one message of a client, and none of the descriptors that come with it: the kernel closes them here, which takes a moment whatever they are. `Ok(None)`: the
+/// client closed. Never waits.
+pub(super) fn take(socket: &UnixStream) -> io::Result<Option<i64>> {
+    let mut bytes = [0u8; MESSAGE];
+    let read = || recv(socket, &mut bytes, RecvFlags::DONTWAIT);
+    match within(A_MOMENT, read)?.1 {
+        0 => Ok(None),
+        MESSAGE => Ok(Some(i64::from_le_bytes(bytes))),
+        _ => Err(cut_short()),
+    }
 }
 
 fn cut_short() -> io::Error {

@@ -56,6 +56,8 @@ pub struct Device {
     /// Its platform's name.
     pub platform: String,
     pub name: String,
+    /// Set if it is the host's processors: its kernels run in the process that has the driver.
+    pub is_processor: bool,
 }
 
 /// The server's own state of an object.
@@ -168,10 +170,14 @@ impl OpenCl {
             let all = cl::DEVICE_TYPE_ALL;
             // SAFETY: as above.
             let list = hand::listed(|n, list, c| unsafe { device_ids(platform, all, n, list, c) });
+            // SAFETY: as above.
+            let told = |device, what| hand::value(&|s, v, r| unsafe { device_info(device, what, s, v, r) });
+            let kind =
+                |device| <[u8; 8]>::try_from(told(device, cl::DEVICE_TYPE).1).map_or(0, u64::from_ne_bytes);
             devices.extend(list.unwrap_or_default().into_iter().map(|device| Device {
                 platform: name.clone(),
-                // SAFETY: as above.
-                name: text(hand::value(&|s, v, r| unsafe { device_info(device, cl::DEVICE_NAME, s, v, r) })),
+                name: text(told(device, cl::DEVICE_NAME)),
+                is_processor: kind(device) & cl::DEVICE_TYPE_CPU != 0,
             }));
         }
         devices

@@ -9,7 +9,7 @@
 //!    memory don't exist for it; what it forks dies with it.
 //! 2. [`view`], by the worker before it reads a byte of its client: a root of its own with programs, libraries, the device's nodes, the kernel's
 //!    facts about devices, all read-only, its own `/proc`, and a `/tmp` of limited size that no other process sees and that ends with it.
-//! 3. [`limits`]: memory, processes, descriptors; no core dump.
+//! 3. [`limits`]: memory, processes, descriptors; no core dump. Of a worker whose driver is loaded also addresses, where its devices are processors.
 //! 4. [`rules`] (Landlock): the same view once more, should a mount be wrong; no signal, no abstract socket and no port beyond the worker.
 //! 5. [`identity`]: a user id that no other process has, or where the server may not give one, the server's own inside a user namespace; no
 //!    capabilities, nor a way to get any.

@@ -18,7 +18,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use tombolo_accel_server::wall::limits::{LOCKED, TASKS, WORKING};
+use tombolo_accel_server::wall::limits::{LOCKED, SPARE_ADDRESSES, TASKS, WORKING};
 
 /// Memory of System V that all users may use; removed when dropped.
 struct SystemV(i32);
@@ -361,6 +361,8 @@ fn memory_disk_and_processes_end_at_their_limits_and_nothing_of_them_stays() {
         let most = (64 + (WORKING >> 20)) as i64;
         assert!((most / 2..=most).contains(&of("private MiB")), "{got:?}");
         assert!(of("shared") < 0, "{got:?}");
+        let to_read = most + (SPARE_ADDRESSES >> 20) as i64;
+        assert!((most / 2..=to_read).contains(&of("MiB to read")), "{got:?}");
         assert!((256..=512).contains(&of("file MiB")), "{got:?}");
         assert!((1024..=1 << 16).contains(&of("files")), "{got:?}");
         assert_eq!(of("KiB in sockets"), 0, "{got:?}");
@@ -557,7 +559,7 @@ fn drivers_are_found_by_a_list_that_lies_where_the_server_is_told() {
             command.env("OCL_ICD_VENDORS", &vendors);
         });
         let said = numbers(&done(&mut server.escape(&["fill"])));
-        assert_eq!(said.len(), 6, "{said:?}");
+        assert_eq!(said.len(), 7, "{said:?}");
         server.end();
     }
 }

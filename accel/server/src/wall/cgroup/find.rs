@@ -8,7 +8,7 @@
 //! A group with processes can't be divided. So a server whose own group it is moves into a new group in it first, which fails where others are in
 //! that group as well.
 
-use super::{Delegated, Own, set, sweep};
+use super::{Delegated, Own, made, set, sweep};
 use anyhow::{Context, anyhow, bail};
 use std::ffi::CStr;
 use std::os::unix::fs::MetadataExt;
@@ -80,8 +80,8 @@ fn at_the_top(top: &Path) -> anyhow::Result<Delegated> {
     set(top, "cgroup.subtree_control", super::CONTROLLERS).context("the controllers memory, pids and cpu")?;
     sweep(top);
     let folder = top.join(format!("{PREFIX}{}", std::process::id()));
-    std::fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
-    Delegated::over(Own { folder: folder.clone(), made: true }).inspect_err(|_| {
+    let lock = made(&folder)?;
+    Delegated::over(Own { folder: folder.clone(), made: Some(lock.into()) }).inspect_err(|_| {
         // It is empty; what fails here failed before.
         let _left = std::fs::remove_dir(&folder);
     })

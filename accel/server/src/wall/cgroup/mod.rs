@@ -5,7 +5,8 @@
 //! socket has its worker's, a VM has one with a group for each of its workers. So the users of a VM are kept from each other's memory, and the VM's
 //! sum is limited too.
 //!
-//! The name of each group has the server's process number. What a server that was killed leaves is removed by the next one that divides the same group.
+//! The name of each group has the server's process number, and the server has its folder locked. What a server that was killed leaves is removed by the next one that divides the same
+//! group; a number alone doesn't tell whether its server lives, which may be in a PID namespace of its own.
 
 mod find;
 
@@ -15,13 +16,13 @@ use super::limits::{SCRATCH, TASKS, WORKING};
 use crate::limits::Limits;
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fs::{CWD, Mode, OFlags};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tombolo_calls::say;
 
@@ -42,8 +43,8 @@ pub struct Delegated {
 #[derive(Debug)]
 struct Own {
     folder: PathBuf,
-    /// This server made it, and removes it.
-    made: bool,
+    /// The lock of a group that this server made, and removes.
+    made: Option<Mutex<OwnedFd>>,
 }
 
 /// The group of a tenant or of a worker; ends with this value, and its processes with it.
@@ -127,11 +128,43 @@ fn was_left_by(server: u32) -> bool {
     server == std::process::id() || !Path::new(&format!("/proc/{server}")).exists()
 }
 
+fn opened(folder: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(CWD, folder, flags, Mode::empty())?)
+}
+
+/// Makes a group's folder, locked for as long as the descriptor is open.
+fn made(folder: &Path) -> anyhow::Result<OwnedFd> {
+    let path = || folder.display().to_string();
+    match std::fs::create_dir(folder) {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => bail!(
+            "{}: a server with this one's process number, in another PID namespace, divides the same group; give each a group of its own",
+            path()
+        ),
+        other => other.with_context(path)?,
+    }
+    let lock = opened(folder).with_context(path)?;
+    // Another server has it for a moment at most, to look whether it is locked.
+    rustix::fs::flock(&lock, FlockOperation::LockExclusive).with_context(path)?;
+    Ok(lock)
+}
+
+/// Returns whether a group was left by a server that has ended.
+fn is_left(folder: &Path) -> bool {
+    let server = folder.file_name().and_then(|name| name.to_str()).and_then(server_of);
+    let is_locked = || {
+        opened(folder).is_ok_and(|open| {
+            rustix::fs::flock(&open, FlockOperation::NonBlockingLockShared)
+                == Err(rustix::io::Errno::WOULDBLOCK)
+        })
+    };
+    server.is_some_and(was_left_by) && !is_locked()
+}
+
 /// Removes what servers left that have ended.
 fn sweep(folder: &Path) {
     for left in folders(folder) {
-        let server = left.file_name().and_then(|name| name.to_str()).and_then(server_of);
-        if server.is_some_and(was_left_by) {
+        if is_left(&left) {
             // Another server may do the same now.
             let _gone = remove(&left, Some(KILL_TIMEOUT));
         }
@@ -163,7 +196,7 @@ fn empty(folder: &Path, most: Option<Duration>) -> io::Result<()> {
 impl Delegated {
     /// The group at a folder of a mounted cgroup2.
     pub fn at(folder: &Path) -> anyhow::Result<Delegated> {
-        Delegated::over(Own { folder: folder.to_owned(), made: false })
+        Delegated::over(Own { folder: folder.to_owned(), made: None })
     }
 
     fn over(own: Own) -> anyhow::Result<Delegated> {
@@ -191,12 +224,24 @@ impl Delegated {
         self.can_idle
     }
 
+    /// Makes the group anew where somebody has removed it: an administrator can while it has no clients.
+    fn restore(&self) -> anyhow::Result<()> {
+        let Own { folder, made: lock } = &*self.own;
+        match lock {
+            _ if folder.exists() => return Ok(()),
+            Some(lock) => *lock.lock().unwrap_or_else(PoisonError::into_inner) = made(folder)?,
+            None => std::fs::create_dir(folder).with_context(|| folder.display().to_string())?,
+        }
+        set(folder, "cgroup.subtree_control", CONTROLLERS)
+    }
+
     fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
     /// A new group for the worker of a client that came by a socket.
     pub fn worker(&self, limits: &Limits) -> anyhow::Result<Group> {
+        self.restore()?;
         Group::worker(&self.own.folder, self.number(), &Most::of_worker(limits))
     }
 
@@ -207,6 +252,7 @@ impl Delegated {
 
     /// A new group for the workers of a VM, of which there are `channels` at most.
     pub fn vm(&self, name: &str, limits: &Limits, channels: u32) -> anyhow::Result<Group> {
+        self.restore()?;
         let name = format!("vm-{}-{}-{name}", std::process::id(), self.number());
         let group = Group::new(self.own.folder.join(name), &Most::of_vm(limits, channels))?;
         set(&group.folder, "cgroup.subtree_control", CONTROLLERS)?;
@@ -222,7 +268,7 @@ impl Delegated {
                 let _gone = remove(&group, Some(KILL_TIMEOUT));
             }
         }
-        if self.own.made {
+        if self.own.made.is_some() {
             // The next server tries again.
             let _busy = std::fs::remove_dir(&self.own.folder);
         }
@@ -231,9 +277,7 @@ impl Delegated {
 
 impl Group {
     fn new(folder: PathBuf, most: &Most) -> anyhow::Result<Group> {
-        std::fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let open = rustix::fs::openat(CWD, &folder, flags, Mode::empty()).context("its folder")?;
+        let open = made(&folder)?;
         // Removed from here on, whatever fails.
         let group = Group { folder, open, weight: most.weight };
         set(&group.folder, "memory.max", &most.memory.to_string())?;
@@ -319,6 +363,41 @@ mod tests {
         ended.wait().expect("its end");
         let of = [ended.id(), std::process::id(), std::os::unix::process::parent_id()];
         assert_eq!(of.map(was_left_by), [true, true, false]);
+    }
+
+    #[test]
+    fn a_group_that_was_removed_is_there_again_for_the_next_client() {
+        let top = tempfile::tempdir().expect("a folder");
+        let folder = top.path().join("accel");
+        for lock in [None, Some(Mutex::new(made(&folder).expect("made")))] {
+            let own = Arc::new(Own { folder: folder.clone(), made: lock });
+            let delegated = Delegated { own, next: Arc::default(), can_idle: false };
+            for _ in 0..2 {
+                if folder.exists() {
+                    std::fs::remove_dir_all(&folder).expect("removed");
+                }
+                let of_client = delegated.worker(&Limits::default()).expect("a group");
+                assert!(of_client.folder.starts_with(&folder) && of_client.folder.exists());
+                let controllers = std::fs::read_to_string(folder.join("cgroup.subtree_control"));
+                assert_eq!(controllers.expect("written"), CONTROLLERS);
+            }
+        }
+    }
+
+    #[test]
+    fn a_group_that_is_locked_was_not_left_whatever_number_its_server_has_here() {
+        let top = tempfile::tempdir().expect("a folder");
+        let mut ended = std::process::Command::new("true").spawn().expect("it starts");
+        ended.wait().expect("its end");
+        for name in [format!("worker-{}-3", ended.id()), format!("vm-{}-0-train", std::process::id())] {
+            let folder = top.path().join(name);
+            let lock = made(&folder).expect("made");
+            assert!(!is_left(&folder));
+            let again = made(&folder).expect_err("it is there").to_string();
+            assert!(again.contains("give each a group of its own"), "{again}");
+            drop(lock);
+            assert!(is_left(&folder));
+        }
     }
 
     #[test]

@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The ends of files that clients pass along. A client may send descriptors over its Unix socket. This server takes none, so the kernel drops them in the thread that reads
-//! past them, or that closes the socket in which they lie. If they are the last of their file, that thread carries out the file's end, which takes as long as the
-//! client said: that of a TCP socket with SO_LINGER, whose peer reads nothing, takes hours.
+//! The ends of files that clients pass along. A client may send descriptors over its Unix socket. A server that takes none reads without room for them, so the kernel drops
+//! them in the thread that reads past them, or that closes the socket in which they lie. If they are the last of their file, that thread carries out the
+//! file's end, which takes as long as the client said: that of a TCP socket with SO_LINGER, whose peer reads nothing, takes hours.
 //!
-//! The kernel ends such a wait when a signal comes. So a timer sends signals to a thread while it may be in one.
+//! The kernel ends such a wait when a signal comes. So a timer sends signals to a thread while it may be in one. It doesn't help a server that takes descriptors (recvmsg with
+//! room for them): closing a file of FUSE that this process has a number for waits for that file's server, whatever signals come.
+//!
+//! - [`within`] reads what a client sends, [`Brief`] owns the socket
+//! - [`endless`] makes such files, for tests
+
+#![deny(missing_docs)]
+
+pub mod endless;
 
 use std::mem::ManuallyDrop;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Once;
 use std::time::Duration;
@@ -75,32 +83,59 @@ pub fn within<T>(most: Duration, run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// A descriptor behind which there may be files of clients: dropping it takes a moment, whatever those are.
-pub struct Brief(ManuallyDrop<OwnedFd>);
+/// Something that owns a descriptor behind which there may be files of clients: dropping it takes a moment, whatever those are.
+#[derive(Debug)]
+pub struct Brief<T = OwnedFd>(ManuallyDrop<T>);
 
-impl From<OwnedFd> for Brief {
-    fn from(fd: OwnedFd) -> Brief {
-        Brief(ManuallyDrop::new(fd))
+impl<T> From<T> for Brief<T> {
+    fn from(owner: T) -> Brief<T> {
+        Brief(ManuallyDrop::new(owner))
     }
 }
 
-impl Deref for Brief {
-    type Target = OwnedFd;
+impl<T> Deref for Brief<T> {
+    type Target = T;
 
-    fn deref(&self) -> &OwnedFd {
+    fn deref(&self) -> &T {
         &self.0
     }
 }
 
-impl AsFd for Brief {
+impl<T> DerefMut for Brief<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+impl<T: AsFd> AsFd for Brief<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-impl Drop for Brief {
+impl<T> Drop for Brief<T> {
     fn drop(&mut self) {
         // SAFETY: dropped here only.
         within(A_MOMENT, || unsafe { ManuallyDrop::drop(&mut self.0) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_file_whose_end_takes_hours_holds_up_neither_who_reads_past_it_nor_who_closes_its_socket() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let ours = Brief::from(ours);
+        let (read, others) = endless::lingering().unwrap();
+        endless::pass(&theirs, b"T", read).unwrap();
+        let (left, and_others) = endless::lingering().unwrap();
+        endless::pass(&theirs, b"T", left).unwrap();
+        assert_eq!(within(A_MOMENT, || (&*ours).read(&mut [0; 1])).unwrap(), 1);
+        drop(ours);
+        drop((others, and_others));
     }
 }
