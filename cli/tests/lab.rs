@@ -109,17 +109,34 @@ fn noise_plant() -> PathBuf {
     program
 }
 
-/// Measures the VM `a` of one CPU for a second while a plant runs on the host: `command` is followed by the file for whose life it runs and the one
+/// Builds the library by which a QEMU unmaps its guest's memory, where the lab sees it.
+fn unmap_library() -> PathBuf {
+    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unmap.so");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/unmap.c");
+    let built =
+        Command::new("cc").args(["-Wall", "-O2", "-shared", "-fPIC", source, "-o"]).arg(&library).status();
+    assert!(built.unwrap().success(), "{source} does not build");
+    library
+}
+
+/// Measures the only VM, of one CPU, for a second while a plant runs on the host: `command` is followed by the file for whose life it runs and the one
 /// that it makes. Returns the report, and the microseconds that the plant had in the phase in which the causes were recorded, by its own account.
 fn measured_beside(lab: &Lab, command: &str) -> (Value, f64) {
     lab.good(&format!(
         "rm -f begun ended; touch planted; setsid sh -c '{command} planted begun; touch ended' >truth 2>&1 &"
     ));
     lab.good("timeout 120 sh -c 'until [ -e begun ]; do sleep 0.1; done' || ! cat truth");
-    let report = lab.json("tombolo noise a --seconds 1 --json");
+    let vm = lab.json("tombolo ps --json")["vms"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|vm| !vm["pid"].is_null())
+        .cloned()
+        .unwrap();
+    let report = lab.json(&format!("tombolo noise {} --seconds 1 --json", vm["name"].as_str().unwrap()));
     let truth = lab.good("rm planted; timeout 120 sh -c 'until [ -e ended ]; do sleep 0.1; done'; cat truth");
 
-    let qemu = lab.json("tombolo ps --json")["vms"][0]["pid"].to_string();
+    let qemu = vm["pid"].to_string();
     // The emulated processor does not scale a guest's time-stamp counter.
     let offset = lab.good(&format!(
         "cd /sys/kernel/debug/kvm/{qemu}-*/vcpu0; test ! -e tsc-scaling-ratio; cat tsc-offset"
@@ -141,8 +158,12 @@ fn measured_beside(lab: &Lab, command: &str) -> (Value, f64) {
 
 /// The microseconds that a report puts to a source of the host's, in all of its recorded phase.
 fn of_host(report: &Value, kind: &str, name: &str) -> f64 {
+    of(report, "host", kind, name)
+}
+
+fn of(report: &Value, place: &str, kind: &str, name: &str) -> f64 {
     let rows = report["sources"].as_array().unwrap().iter();
-    let of = |source: &Value| source["place"] == "host" && source["kind"] == kind && source["name"] == name;
+    let of = |source: &Value| source["place"] == place && source["kind"] == kind && source["name"] == name;
     let rate: f64 =
         rows.filter(|row| of(&row["source"])).map(|row| row["us_per_second"].as_f64().unwrap()).sum();
     rate * report["seconds"].as_f64().unwrap()
@@ -170,4 +191,44 @@ fn a_real_time_thread_of_the_host_is_found_in_the_noise_of_a_vm_and_has_its_time
     println!("real-time thread: {found:.0} µs found, {planted:.0} µs by its own account");
     assert!(planted > 0.0 && found >= 0.95 * planted, "{report:#}");
     lab.good("tombolo down");
+}
+
+#[test]
+fn memory_that_the_host_unmaps_is_found_in_the_noise_of_a_vm_and_has_its_time() {
+    let lab = Lab::start("unmapped", &["--huge-pages", "400"]);
+    // The memory is shared as if other processes had a part in it. One guest stands still while the host fetches a page; the other one lets another thread
+    // run meanwhile, or idles, as guests do unless they are told not to.
+    let library = unmap_library();
+    let vm = |name: &str, more: &str| {
+        format!(
+            "[vm.{name}]\nkernel = \"6.12\"\naccel = \"kvm\"\nqemu_args = [\"-boot\", \"strict=on\"]\ncpus = 1\ntopology = \"cpus:1\"\npages = \"2M\"\n\
+             memory = \"256M\"\nready_timeout = 600\n{more}\n"
+        )
+    };
+    let file = vm("waits", "cmdline = \"no-kvmapf\"") + &vm("goes-on", "");
+    lab.good(&format!(
+        "cat >tombolo.toml <<'END'\nqemu = \"/run/project/qemu\"\n{file}END\n\
+         printf '#!/bin/sh\\nUNMAP=/run/project LD_PRELOAD={} exec qemu-system-x86_64 \"$@\"' >qemu; chmod +x qemu; mkfifo ask answer\n\
+         printf 'echo \"$@\" >ask; cat answer' >unmap\n\
+         mountpoint -q /sys/kernel/debug || mount -t debugfs nodev /sys/kernel/debug",
+        library.display()
+    ));
+    for name in ["waits", "goes-on"] {
+        lab.good(&format!("tombolo up {name}"));
+        // QEMU's other threads leave the vCPU's CPU alone.
+        lab.good(
+            "for thread in /proc/$(pidof qemu-system-x86_64)/task/*; do grep -q ^CPU $thread/comm || taskset -p 1 ${thread##*/}; done",
+        );
+        // KVM maps what the guest touches for the first time; in the second run it has touched it.
+        let [_, quiet] = [(); 2].map(|()| of_host(&measured_beside(&lab, "touch").0, "vm_exit", "npf"));
+        let (report, planted) = measured_beside(&lab, "sh unmap");
+        let found = of_host(&report, "vm_exit", "npf");
+        let idle = of(&report, "here", "thread", "idle") + of_host(&report, "vm_exit", "hlt");
+        println!(
+            "{name}: {found:.0} µs of unmapped memory found, {planted:.0} µs planted, {quiet:.0} µs before; {idle:.0} µs idle"
+        );
+        assert!(planted > 0.0 && found >= 0.95 * planted && idle <= 0.05 * planted, "{report:#}");
+        assert!(quiet < 0.05 * planted, "{quiet} µs where nothing was unmapped");
+        lab.good(&format!("tombolo down {name}"));
+    }
 }

@@ -3,11 +3,12 @@
 //!
 //! In this order a part of a gap goes to
 //! 1. what the host recorded as holding up the vCPU's thread, where it was traced on the same clock: whatever the guest did then, it stood still;
-//! 2. what the machine's own kernel recorded as having the CPU, less what recording took;
+//! 2. what the machine's own kernel recorded as having the CPU, less what recording took; where that is the idle thread while the host fetched a page
+//!    for the guest, the exit by which the guest missed the page;
 //! 3. the way in and out of these: what is left beside them, up to [`Limits::edge`] on each side;
 //! 4. a page fault, from its event to where the program goes on;
 //! 5. a system management interrupt, where one was counted in the gap;
-//! 6. stolen time, the longest gaps first, up to what the hypervisor has told;
+//! 6. stolen time, the longest gaps first, up to what the hypervisor has told of beyond the host's threads of 1;
 //! 7. nothing that was recorded.
 
 use crate::recording::Gap;
@@ -21,7 +22,7 @@ pub struct Limits {
     pub edge: u64,
     /// The cost of recording one event.
     pub event: u64,
-    /// Time that a hypervisor has told of as stolen.
+    /// Time that a hypervisor has told of as stolen, and that the host's record puts to no thread.
     pub steal: u64,
 }
 
@@ -68,7 +69,10 @@ type Segment = (u64, u64);
 /// Explains the gaps of one CPU, which are in order and don't overlap. `host` is what held up the vCPU's thread, by this machine's clock.
 pub fn attribute(gaps: &[Gap], here: &Timeline, host: Option<&Timeline>, limits: &Limits) -> Vec<Explained> {
     let spans = match host {
-        Some(host) => timeline::overlaid(here.spans.clone(), host.spans.clone()),
+        Some(host) => {
+            let waits = timeline::idle_for_pages(&here.spans, &host.awaited);
+            timeline::overlaid(timeline::overlaid(here.spans.clone(), waits), host.spans.clone())
+        }
         None => here.spans.clone(),
     };
     let mut explained: Vec<Explained> =
@@ -182,7 +186,7 @@ mod tests {
 
     #[test]
     fn the_way_in_and_out_belongs_to_what_is_beside_it_and_tracing_is_taken_off() {
-        let here = Timeline { spans: vec![span(105, 120, Kind::Timer)], faults: vec![] };
+        let here = Timeline { spans: vec![span(105, 120, Kind::Timer)], ..Timeline::default() };
         let limits = Limits { edge: EDGE, event: 4, steal: 0 };
         let all = attribute(&[gap(100, 128)], &here, None, &limits);
         assert_eq!((shares(&all[0]), all[0].tracing), (vec![(Kind::Timer, 5 + 11 + 8)], 4));
@@ -190,8 +194,9 @@ mod tests {
 
     #[test]
     fn a_long_rest_is_a_page_fault_the_host_an_smi_stolen_or_unknown() {
-        let here = Timeline { spans: vec![span(100, 110, Kind::Thread)], faults: vec![160] };
-        let host = Timeline { spans: vec![span(105, 150, Kind::VmExit)], faults: vec![] };
+        let here =
+            Timeline { spans: vec![span(100, 110, Kind::Thread)], faults: vec![160], ..Timeline::default() };
+        let host = Timeline { spans: vec![span(105, 150, Kind::VmExit)], ..Timeline::default() };
         let limits = Limits { edge: EDGE, event: 0, steal: 0 };
         let faulted = attribute(&[gap(100, 200)], &here, Some(&host), &limits);
         // The exit lasts on while the guest's trace has the thread, which stood still then; 10 ticks after it are its way out.
@@ -208,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_span_before_a_gap_explains_nothing_of_it() {
-        let here = Timeline { spans: vec![span(0, 100, Kind::Thread)], faults: vec![] };
+        let here = Timeline { spans: vec![span(0, 100, Kind::Thread)], ..Timeline::default() };
         let all = attribute(&[gap(100, 105)], &here, None, &Limits { edge: EDGE, event: 1, steal: 0 });
         assert_eq!(shares(&all[0]), [(Kind::Unknown, 5)]);
     }
@@ -274,7 +279,7 @@ mod tests {
             let timeline = |list: &[(u64, u64)], kind| {
                 let mut at = 0;
                 let spans = list.iter().map(|(pause, length)| { at += pause + length; span(at - length, at, kind) });
-                Timeline { spans: spans.collect(), faults: vec![] }
+                Timeline { spans: spans.collect(), ..Timeline::default() }
             };
             faults.sort_unstable();
             let here = Timeline { faults, ..timeline(&here, Kind::Thread) };

@@ -84,7 +84,8 @@ impl GuestClock {
         let spans = host.spans.iter().map(span).filter(|span| span.start < span.end);
         let mut spans: Vec<Span> = spans.collect();
         spans.sort_by_key(|span| span.start);
-        Timeline { spans, faults: Vec::new() }
+        let awaited = host.awaited.iter().map(span).filter(|span| span.start < span.end).collect();
+        Timeline { spans, awaited, ..Timeline::default() }
     }
 }
 
@@ -122,7 +123,7 @@ mod tests {
     fn a_timeline_of_the_hosts_is_moved_to_the_guests_clock() {
         let span =
             |start, end| Span { start, end, source: Source::here(Kind::VmExit, "HLT"), recorded: true };
-        let host = Timeline { spans: vec![span(900, 1100), span(5000, 6000)], faults: vec![] };
+        let host = Timeline { spans: vec![span(900, 1100), span(5000, 6000)], ..Timeline::default() };
         let clock = GuestClock { offset: -1000, ratio: 1, fraction: 0 };
         assert_eq!(clock.joined(&host).spans, [Span { recorded: false, ..span(4000, 5000) }]);
     }

@@ -214,10 +214,13 @@ fn explain(record: &Record, recording: &Recording, below: &Below) -> Vec<Explain
     let ticks = |ns: u64| u64::try_from(u128::from(ns) * u128::from(hz) / 1_000_000_000).unwrap_or(u64::MAX);
     let event = recording.event_cost.unwrap_or(0);
     let edge = event.saturating_mul(EDGE_EVENTS).clamp(ticks(*EDGE_NS.start()), ticks(*EDGE_NS.end()));
-    let limits = Limits { edge, event, steal: ticks(record.steal_ns) };
     let events = recording.trace.get(&record.cpu).map_or(&[][..], Vec::as_slice);
     let here = timeline::of_cpu(events, record.thread, hz);
-    attribute(&record.gaps, &here, below.joined.get(&record.cpu), &limits)
+    let host = below.joined.get(&record.cpu);
+    // The hypervisor tells of the time in which the vCPU's thread waited for its CPU, and the host's record names who had it.
+    let named = host.map_or(0, |host| host.waited(record.first, record.last));
+    let limits = Limits { edge, event, steal: ticks(record.steal_ns).saturating_sub(named) };
+    attribute(&record.gaps, &here, host, &limits)
 }
 
 fn cpus(recording: &Recording, records: &[Record], us: impl Fn(f64) -> f64) -> Vec<Cpu> {
@@ -345,7 +348,7 @@ mod tests {
     fn what_the_host_did_explains_a_guests_gaps_where_the_clocks_are_joined() {
         let source = Source::here(Kind::VmExit, "EPT_VIOLATION").on_host();
         let span = Span { start: 450_000, end: 570_000, source, recorded: true };
-        let timeline = Timeline { spans: vec![span], faults: vec![] };
+        let timeline = Timeline { spans: vec![span], ..Timeline::default() };
         let joined = Below { joined: [(1, timeline.clone())].into(), ..Below::default() };
         let of = |below: &Below| report("a", 5.0, &recording(), below, None).report;
         let rows = |rows: &[Row]| {
@@ -361,6 +364,27 @@ mod tests {
             of(&Below { apart: vec![(timeline, 500_000_000)], hz: 1_000_000_000, ..Below::default() });
         assert_eq!(rows(&apart.sources[1..]), [("unknown".into(), 100.0)]);
         assert_eq!(rows(&apart.host), [("host: VM exit EPT_VIOLATION".into(), 240.0)]);
+    }
+
+    #[test]
+    fn time_that_is_told_as_stolen_is_not_put_to_other_gaps_where_the_host_names_who_had_it() {
+        let thread = Source::here(Kind::Thread, "make").on_host();
+        let span = Span { start: 450_000, end: 570_000, source: thread, recorded: true };
+        let below = Below {
+            joined: [(1, Timeline { spans: vec![span], ..Timeline::default() })].into(),
+            ..Below::default()
+        };
+        let of = |told: u64, below: &Below| {
+            let mut recording = recording();
+            recording.traced[0].steal_ns = told;
+            let report = report("a", 5.0, &recording, below, None).report;
+            let rows = report.sources[1..].iter().map(|row| (row.source.to_string(), row.us_per_second));
+            rows.collect::<Vec<_>>()
+        };
+        let make = ("host: thread make".to_owned(), 70.0);
+        assert_eq!(of(120_000, &below), [make.clone(), ("unknown".into(), 30.0)]);
+        assert_eq!(of(200_000, &below), [make, ("steal".into(), 30.0)]);
+        assert_eq!(of(200_000, &Below::default()), [("steal".into(), 100.0)]);
     }
 
     #[test]

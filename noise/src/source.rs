@@ -5,6 +5,11 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::trace::MMIO;
+
+/// Exits by which a guest's idle CPU stops.
+const HALTS: [&str; 4] = ["HLT", "hlt", "MWAIT", "mwait"];
+
 /// The kernel that recorded it: the host's or the guest's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -80,6 +85,16 @@ impl Source {
         self
     }
 
+    /// The CPU has nothing to do.
+    pub(crate) fn idles(&self) -> bool {
+        self.kind == Kind::Thread && self.name == "idle"
+    }
+
+    /// The guest has halted its CPU.
+    pub(crate) fn halts(&self) -> bool {
+        self.kind == Kind::VmExit && HALTS.contains(&self.name.as_str())
+    }
+
     /// The administrator's remedy.
     pub fn remedy(&self) -> &'static str {
         match self.kind {
@@ -153,19 +168,21 @@ fn thread(name: &str) -> &'static str {
 
 fn exit(name: &str) -> &'static str {
     match name {
-        "HLT" | "hlt" | "MWAIT" | "mwait" => {
+        name if HALTS.contains(&name) => {
             "the guest idles: -overcommit cpu-pm=on keeps its idle states in the guest"
         }
         "EXTERNAL_INTERRUPT" | "interrupt" => {
             "an interrupt of the host: move it to other CPUs; nohz_full=CPUS on the host for its tick"
         }
-        "EPT_VIOLATION" | "EPT_MISCONFIG" | "npf" => {
+        "EPT_VIOLATION" | "npf" => {
             "the host had not mapped the memory: huge pages, and memory filled at start"
         }
         "PREEMPTION_TIMER" | "MSR_WRITE" | "msr" | "vintr" => {
             "the guest's own timer: nohz_full=CPUS on the guest's kernel command line"
         }
-        "IO_INSTRUCTION" | "io" => "an emulated device: use virtio, or a passed-through one",
+        "IO_INSTRUCTION" | "io" | "EPT_MISCONFIG" | MMIO => {
+            "an emulated device: use virtio, or a passed-through one"
+        }
         "PAUSE_INSTRUCTION" | "pause" => "vCPUs wait for each other's locks: give each a host CPU of its own",
         _ => "see the host's trace of kvm:kvm_exit for what the guest asked for",
     }

@@ -2,7 +2,7 @@
 //! Turns trace events into spans: who had a CPU, or what held up a thread, from when to when. Handlers lie on each other and on threads; the
 //! innermost one has the time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::source::{Kind, Source};
 use crate::trace::{Event, Level, Trace, What};
@@ -27,6 +27,17 @@ pub struct Timeline {
     pub spans: Vec<Span>,
     /// Moments at which pages were mapped while the measured thread ran.
     pub faults: Vec<u64>,
+    /// Times in which the host fetched pages for a guest that could do something else meanwhile, each with the exit by which the guest missed the page.
+    /// In order, without overlaps.
+    pub awaited: Vec<Span>,
+}
+
+impl Timeline {
+    /// Ticks between two moments in which other threads had the CPU.
+    pub(crate) fn waited(&self, first: u64, last: u64) -> u64 {
+        let threads = self.spans.iter().filter(|span| span.source.kind == Kind::Thread);
+        threads.map(|span| span.end.min(last).saturating_sub(span.start.max(first))).sum()
+    }
 }
 
 /// The state of a CPU between two events.
@@ -62,7 +73,8 @@ impl Cpu {
                 }
             }
             What::Lost => *self = Self::default(),
-            What::PageFault | What::Nmi { .. } | What::VmExit(_) | What::VmEntry => {}
+            What::PageFault | What::Nmi { .. } => {}
+            What::VmExit(_) | What::VmEntry | What::PageAwaited(_) | What::PageReady(_) => {}
         }
     }
 
@@ -105,7 +117,7 @@ pub fn of_cpu(events: &[Event], measured: u32, hz: u64) -> Timeline {
         cpu.apply(event);
         last = event.at;
     }
-    Timeline { spans: overlaid(spans, nmis), faults }
+    Timeline { spans: overlaid(spans, nmis), faults, ..Timeline::default() }
 }
 
 /// Returns the causes that held up a thread of the host on any CPU: other threads, handlers, and its guest's exits.
@@ -118,6 +130,7 @@ pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
     // Nothing is known of the thread before its first event.
     let mut place: Option<u32> = None;
     let (mut exit, mut asleep): (Option<Source>, bool) = (None, false);
+    let mut pages = Pages::default();
     let mut last = 0;
     for (number, event) in events {
         let source = place.and_then(|place| {
@@ -126,6 +139,8 @@ pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
             // A thread that sleeps in an exit sleeps because of it (HLT).
             if asleep { exit.clone().or(waits) } else { of_cpu.or_else(|| exit.clone()) }
         });
+        // A guest that waits for a page does so by halting if it has nothing else to do.
+        let source = source.map(|source| if source.halts() { pages.why(source) } else { source });
         add(&mut spans, last, event.at, source.map(Source::on_host));
         cpus.entry(number).or_default().apply(event);
         match &event.what {
@@ -141,12 +156,76 @@ pub fn of_thread(trace: &Trace, measured: u32) -> Timeline {
                 exit = None;
                 place = Some(number);
             }
-            What::Lost if place == Some(number) => (place, exit, asleep) = (None, None, false),
+            What::PageAwaited(page) if event.thread == measured => pages.miss(event.at, *page, exit.as_ref()),
+            What::PageReady(page) if event.thread == measured => {
+                exit = exit.map(|exit| if exit.halts() { pages.why(exit) } else { exit });
+                pages.end(event.at, Some(*page));
+            }
+            What::Lost if place == Some(number) => {
+                (place, exit, asleep) = (None, None, false);
+                pages.end(last, None);
+            }
             _ => {}
         }
         last = event.at;
     }
-    Timeline { spans, faults: Vec::new() }
+    pages.end(last, None);
+    Timeline { spans, awaited: pages.awaited, ..Timeline::default() }
+}
+
+/// KVM's number that stands for all pages.
+const ALL_PAGES: u64 = u32::MAX as u64;
+
+/// The pages that a guest waits for while it could do something else.
+#[derive(Default)]
+struct Pages {
+    missing: BTreeSet<u64>,
+    /// The first of them: when the guest missed it, and by which exit.
+    since: Option<(u64, Source)>,
+    awaited: Vec<Span>,
+}
+
+impl Pages {
+    fn miss(&mut self, at: u64, page: u64, exit: Option<&Source>) {
+        self.missing.insert(page);
+        if let (None, Some(exit)) = (&self.since, exit) {
+            self.since = Some((at, exit.clone()));
+        }
+    }
+
+    /// The end of the wait for a page or, without one, for all pages.
+    fn end(&mut self, at: u64, page: Option<u64>) {
+        match page {
+            Some(page) if page != ALL_PAGES => drop(self.missing.remove(&page)),
+            _ => self.missing.clear(),
+        }
+        if !self.missing.is_empty() {
+            return;
+        }
+        if let Some((start, exit)) = self.since.take() {
+            let exit = Some(exit.on_host()).filter(|_| start < at);
+            self.awaited.extend(exit.map(|source| Span { start, end: at, source, recorded: false }));
+        }
+    }
+
+    /// Why a guest halts.
+    fn why(&self, halt: Source) -> Source {
+        self.since.as_ref().map_or(halt, |(_, exit)| exit.clone())
+    }
+}
+
+/// The spans in which the guest idles while it waits for a page, by the exits through which it missed them.
+pub(crate) fn idle_for_pages(guest: &[Span], awaited: &[Span]) -> Vec<Span> {
+    let mut spans = Vec::new();
+    let mut next = 0;
+    for idle in guest.iter().filter(|span| span.source.idles()) {
+        next += awaited[next..].partition_point(|wait| wait.end <= idle.start);
+        for wait in awaited[next..].iter().take_while(|wait| wait.start < idle.end) {
+            let (start, end) = (wait.start.max(idle.start), wait.end.min(idle.end));
+            spans.push(Span { start, end, ..wait.clone() });
+        }
+    }
+    spans
 }
 
 /// Puts spans over others, which lose the time that they share. Both are in order.
@@ -260,6 +339,58 @@ mod tests {
         let timeline = of_cpu(&events, 5, 1);
         assert_eq!(shown(&timeline), expected.map(|(start, end, name)| (start, end, name.to_owned())));
         assert!(timeline.faults.contains(&30), "the measured thread may have run");
+    }
+
+    #[test]
+    fn a_guest_that_halts_until_a_page_is_there_was_held_up_by_the_exit_that_missed_it() {
+        let exit = |at, reason: &str| event(at, 5, What::VmExit(reason.into()));
+        let trace = Trace::from([(
+            1,
+            vec![
+                exit(10, "npf"),
+                event(12, 5, What::PageAwaited(7)),
+                event(14, 5, What::VmEntry),
+                exit(20, "npf"),
+                event(22, 5, What::PageAwaited(8)),
+                event(24, 5, What::VmEntry),
+                exit(30, "hlt"),
+                switch(32, 5, 0, "swapper/1", false),
+                switch(60, 0, 5, "CPU 0/KVM", true),
+                event(61, 5, What::PageReady(8)),
+                event(62, 5, What::PageReady(7)),
+                event(63, 5, What::VmEntry),
+                exit(70, "hlt"),
+                event(80, 5, What::VmEntry),
+                exit(90, "npf"),
+                event(91, 5, What::PageAwaited(9)),
+                event(92, 5, What::PageReady(ALL_PAGES)),
+                event(93, 5, What::VmEntry),
+            ],
+        )]);
+        let timeline = of_thread(&trace, 5);
+        let halts = timeline.spans.iter().filter(|span| span.source.halts());
+        assert_eq!(halts.map(|span| (span.start, span.end)).collect::<Vec<_>>(), [(70, 80)]);
+        let missed: u64 = timeline.spans.iter().map(|span| span.end - span.start).sum::<u64>() - 10;
+        assert_eq!(missed, 4 + 4 + 33 + 3);
+        let awaited = |spans: &[Span]| -> Vec<_> {
+            spans.iter().map(|span| (span.start, span.end, span.source.to_string())).collect()
+        };
+        let npf = || "host: VM exit npf".to_owned();
+        assert_eq!(awaited(&timeline.awaited), [(12, 62, npf()), (91, 92, npf())]);
+
+        // The guest's idle thread polls before it halts.
+        let guest = of_cpu(
+            &[
+                switch(15, 3, 0, "swapper/0", false),
+                switch(19, 0, 4, "b", true),
+                switch(26, 4, 0, "swapper/0", false),
+                switch(65, 0, 3, "a", true),
+            ],
+            3,
+            1,
+        );
+        let idle = idle_for_pages(&guest.spans, &timeline.awaited);
+        assert_eq!(awaited(&idle), [(15, 19, npf()), (26, 62, npf())]);
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 
 /// The longest line that the kernel prints of an event, with room to spare.
 const LONGEST: usize = 1024;
+/// The name of an exit for an emulated device's registers on AMD's processors.
+pub(crate) const MMIO: &str = "npf MMIO";
 /// The width of the thread's name at the begin of a line; a `-` and the thread's number follow.
 const NAME: usize = 16;
 
@@ -51,6 +53,10 @@ pub enum What {
     VmExit(String),
     /// The thread's guest goes on.
     VmEntry,
+    /// The thread's guest misses this page, which the host fetches while the guest does something else.
+    PageAwaited(u64),
+    /// The page is there, and the guest is told so.
+    PageReady(u64),
     /// Events were lost here.
     Lost,
 }
@@ -147,8 +153,10 @@ fn what(name: &str, fields: &str) -> Option<What> {
             let nanoseconds = word(rest, "delta_ns: ")?.parse().ok()?;
             Some(What::Nmi { name: handler.trim_end_matches("()").to_owned(), nanoseconds })
         }
-        "kvm_exit" => Some(What::VmExit(word(fields, "reason ")?.to_owned())),
+        "kvm_exit" => Some(What::VmExit(exit(fields)?)),
         "kvm_entry" => Some(What::VmEntry),
+        "kvm_async_pf_not_present" => Some(What::PageAwaited(token(fields)?)),
+        "kvm_async_pf_ready" => Some(What::PageReady(token(fields)?)),
         _ if !fields.starts_with("vector=") => None,
         _ => match (name.strip_suffix("_entry"), name.strip_suffix("_exit")) {
             (Some(vector), _) => enter(Level::Vector, vector.replace('_', " ")),
@@ -156,6 +164,20 @@ fn what(name: &str, fields: &str) -> Option<What> {
             _ => None,
         },
     }
+}
+
+/// The reason of an exit. AMD's processors have one for memory that is not mapped and for an emulated device's registers, which KVM maps by a reserved bit.
+fn exit(fields: &str) -> Option<String> {
+    const RESERVED: u64 = 1 << 3;
+    let reason = word(fields, "reason ")?;
+    let info = word(fields, "info1 0x").and_then(|info| u64::from_str_radix(info, 16).ok());
+    let device = reason == "npf" && info.is_some_and(|info| info & RESERVED != 0);
+    Some(if device { MMIO.to_owned() } else { reason.to_owned() })
+}
+
+/// KVM's number of a page that a guest waits for: `token 0x12000 gva 0x3000`.
+fn token(fields: &str) -> Option<u64> {
+    u64::from_str_radix(word(fields, "token 0x")?, 16).ok()
 }
 
 /// The word after `key`.
@@ -199,6 +221,10 @@ CPU:1 [LOST 7 EVENTS]
            <...>-70      [001] d.Z..   180: nmi_handler: perf_event_nmi_handler() delta_ns: 1500 handled: 1
            <...>-70      [001] d....   190: kvm_exit: vcpu 0 reason EPT_VIOLATION rip 0x1 info1 0x2
            <...>-70      [001] d....   200: kvm_entry: vcpu 0, rip 0x1
+           <...>-70      [001] .....   204: kvm_async_pf_not_present: token 0x3ad000 gva 0x9180736
+           <...>-70      [001] .....   206: kvm_async_pf_ready: token 0x3ad000 gva 0x9180736
+           <...>-70      [001] d....   207: kvm_exit: vcpu 0 reason npf rip 0xff info1 0x0000000100000014 info2 0x00000000066ccf90
+           <...>-70      [001] d....   208: kvm_exit: vcpu 0 reason npf rip 0xff info1 0x000000010000000e info2 0x00000000fe003000
            <...>-70      [001] d....   210: vector_alloc: irq=4 vector=3 reserved=0 ret=0
 ";
         let trace = parse(text);
@@ -220,6 +246,10 @@ CPU:1 [LOST 7 EVENTS]
             (180, 70, What::Nmi { name: "perf_event_nmi_handler".into(), nanoseconds: 1500 }),
             (190, 70, What::VmExit("EPT_VIOLATION".into())),
             (200, 70, What::VmEntry),
+            (204, 70, What::PageAwaited(0x3ad000)),
+            (206, 70, What::PageReady(0x3ad000)),
+            (207, 70, What::VmExit("npf".into())),
+            (208, 70, What::VmExit(MMIO.into())),
         ];
         assert_eq!(at(1), expected);
     }
@@ -235,8 +265,8 @@ CPU:1 [LOST 7 EVENTS]
         #[test]
         fn damaged_events_are_read(
             lines in proptest::collection::vec("[a-z <>.-]{16}-[0-9]{0,12} *\\[[0-9]{1,11}\\] [a-z.]{0,5} [0-9]{0,22}: \
-                (sched_switch|irq_handler_entry|softirq_entry|nmi_handler|kvm_exit|local_timer_entry): \
-                ((prev_comm|prev_pid|prev_state|irq| name|reason| ==> next_comm| next_pid|vector|\\[action)[=: ][a-z0-9 \\]=>é]{0,9}){0,6}", 0..20)
+                (sched_switch|irq_handler_entry|softirq_entry|nmi_handler|kvm_exit|kvm_async_pf_ready|local_timer_entry): \
+                ((prev_comm|prev_pid|prev_state|irq| name|reason| ==> next_comm| next_pid|vector|token| info1|\\[action)[=: ][a-z0-9 \\]=>é]{0,9}){0,6}", 0..20)
         ) {
             let read: usize = parse(lines.join("\n").as_bytes()).values().map(Vec::len).sum();
             prop_assert!(read <= lines.len());

@@ -31,7 +31,7 @@ const EVENTS: [(&str, &[&str]); 6] = [
     ("irq_vectors", &[]),
     ("nmi", &["nmi_handler"]),
     ("exceptions", &["page_fault_user", "page_fault_kernel"]),
-    ("kvm", &["kvm_exit", "kvm_entry"]),
+    ("kvm", &["kvm_exit", "kvm_entry", "kvm_async_pf_not_present", "kvm_async_pf_ready"]),
 ];
 /// Groups that come with a module or a kind of hardware, and are no loss where they are not.
 const OPTIONAL: [&str; 2] = ["nmi", "kvm"];

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
@@ -57,6 +57,10 @@ pub fn set(thread: u32, cpus: &CpuSet) -> Result<()> {
     let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).context("a thread without a number")?;
     match rustix::thread::sched_setaffinity(Some(pid), &set) {
         Err(Errno::SRCH) => Ok(()),
+        Err(Errno::INVAL) => bail!(
+            "the thread {thread} can't be pinned to the CPUs {cpus}: they are offline, or outside of its cpuset; bring them online in \
+             /sys/devices/system/cpu/cpu*/online, or add them to its cgroup (cpuset.cpus)"
+        ),
         result => result.with_context(|| format!("the thread {thread} can't be pinned to the CPUs {cpus}")),
     }
 }
@@ -129,6 +133,9 @@ mod tests {
     fn cpus_that_the_host_does_not_have_are_refused_by_name() {
         let absent = CpuSet::from_iter([1000]);
         let error = set(std::process::id(), &absent).unwrap_err().to_string();
-        assert!(error.ends_with("can't be pinned to the CPUs 1000"), "{error}");
+        assert!(
+            error.contains("can't be pinned to the CPUs 1000") && error.ends_with("(cpuset.cpus)"),
+            "{error}"
+        );
     }
 }

@@ -352,3 +352,35 @@ fn what_can_not_be_had_is_refused_by_name_with_the_remedy() {
     let text = error(&host, &rules, request(Part::Node(1), 0));
     assert!(text.contains("node 1 has CPUs of the VM 'a' and no memory") && text.contains("close"), "{text}");
 }
+
+#[test]
+fn what_qemu_can_not_express_is_refused_with_the_object_and_given_where_a_part_is_asked_for_that_it_can() {
+    let rules = Rules::default();
+    let cpus = |list: &str| request(Part::Cpus(list.parse().unwrap()), 0);
+    let refused = |host: &Topology, request: Request, what: &str, remedy: &str| {
+        let text = error(host, &rules, request);
+        assert!(text.contains("'a'") && text.contains(what) && text.contains(remedy), "{text}");
+    };
+
+    let mut host = synthetic("package:1 [numa(memory=16GiB)] die:2 l3:1 core:2 pu:1").unwrap();
+    host.cpus.iter_mut().for_each(|cpu| cpu.l3 = Some(5));
+    refused(&host, cpus("0-3"), "the L3 cache 5 of the host is shared by several dies", "CPUs of one die");
+    assert_eq!(plan(&host, &rules, &[cpus("2-3")]).unwrap().vms[0].shape.dies, 1);
+
+    let mut host = synthetic("package:2 [numa(memory=16GiB)] core:2 pu:2").unwrap();
+    host.nodes[0].cpus = "0,2-3".parse().unwrap();
+    host.nodes[1].cpus = "1,4-7".parse().unwrap();
+    refused(&host, cpus("0-1"), "the CPUs of core 0 belong to several NUMA nodes", "other CPUs");
+    host.nodes[1].cpus = "4-7".parse().unwrap();
+    refused(&host, cpus("1-2"), "CPU 1, which", "name other CPUs");
+    assert_eq!(plan(&host, &rules, &[cpus("2-3")]).unwrap().vms[0].vcpus.len(), 2);
+
+    let devices: Vec<Device> = (0..300u32)
+        .map(|n| Device { address: format!("0000:{:02x}:{:02x}.0", n / 32, n % 32), ..Device::default() })
+        .collect();
+    let many =
+        Request { devices: devices.iter().map(|d| d.address.clone()).collect(), ..request(Part::Host, 0) };
+    host.nodes[0].cpus = "0-3".parse().unwrap();
+    host.roots = vec![Root { devices, ..Root::default() }];
+    refused(&host, many, "more PCI devices than the buses of a guest can hold", "fewer");
+}
