@@ -12,7 +12,7 @@ static tmb_u64 others_watching(struct tfs *fs)
 
 bool tfs_change_wanted(struct tfs *fs)
 {
-	return fs->members && !fs->read_only && others_watching(fs);
+	return fs->members && !fs->read_only && !tfs_fenced(fs) && others_watching(fs);
 }
 
 bool tfs_change_unheard(struct tfs *fs, tmb_u64 end)
@@ -84,7 +84,7 @@ int tfs_listen_begin(struct tfs *fs, struct tfs_listener *l)
 
 void tfs_listen_end(struct tfs *fs)
 {
-	if (!fs->read_only)
+	if (!fs->read_only && !tfs_fenced(fs))
 		tmb_fetch_and(&tfs_sb(fs)->watchers, ~(1ULL << fs->member));
 }
 

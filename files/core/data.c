@@ -78,9 +78,13 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
 	return err;
 }
 
-/* A write in place needs only a transaction slot; the first new block starts the transaction. */
-static void start_tx(struct tfs *fs, struct tfs_write *w)
+/*
+ * Called before the write adds file blocks [from, to), which are holes. A write in place needs only a transaction slot; the first new block starts the
+ * transaction. Its recovery takes back the last blocks in a row that it has added behind the end, and none that a fallocate put there before.
+ */
+static void start_tx(struct tfs *fs, struct tfs_write *w, tmb_u64 from, tmb_u64 to)
 {
+	tfs_tx_trim_range(fs, w->slot, from, to);
 	if (w->started)
 		return;
 	tfs_tx_trim(fs, w->slot, w->h.ino);
@@ -115,7 +119,7 @@ int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tm
 		w->is_new = false;
 		return err;
 	}
-	start_tx(fs, w);
+	start_tx(fs, w, w->added_to == fblock ? w->added_from : fblock, fblock + w->run.count);
 	err = place(fs, w->inode, fblock, w->run.count, &w->run);
 	w->is_new = !err;
 	return err;
@@ -134,8 +138,7 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 	return link_run(fs, w->inode, w->fblock, &w->run);
 }
 
-/* Returns whether the file has blocks from here on, or is damaged. */
-static bool has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
+bool tfs_has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
 {
 	tmb_u64 end = TFS_MAX_SIZE >> TFS_BLOCK_SHIFT, runs = 0;
 	struct tfs_run run = {0};
@@ -159,7 +162,7 @@ void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end)
 	from = from > w->added_from ? from : w->added_from;
 	if (from >= to)
 		return;
-	if (!has_blocks(fs, inode, to))
+	if (!tfs_has_blocks(fs, inode, to))
 		to = ~0ULL; /* also the nodes */
 	/* Without memory they stay, until the file is truncated. */
 	if (tfs_begin_removal(fs, w->slot, inode, from, to, &gone))
@@ -313,8 +316,8 @@ int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 /* --- whole calls ------------------------------------------------------------------------------------------------------ */
 
 /* Called after a copy of n bytes from 'at' on, before tfs_look_end: returns how many of them were the file's. A removal first stores the new size, and
- * where it has unlinked blocks a reader finds a hole. -ESTALE: the inode was freed. */
-static tmb_s64 still_there(struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
+ * where it has unlinked blocks a reader finds a hole. -ESTALE: the inode was freed; -ESHUTDOWN: others do not wait for this member's readers. */
+static tmb_s64 still_there(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
 {
 	tmb_u64 size;
 
@@ -322,6 +325,8 @@ static tmb_s64 still_there(struct tfs_inode *inode, struct tfs_handle h, tmb_u64
 	size = tmb_load_acquire(&inode->size);
 	if (!tfs_is(inode, h))
 		return -ESTALE;
+	if (tfs_expelled(fs))
+		return -ESHUTDOWN;
 	return (tmb_s64)(size <= at ? 0 : TFS_MIN(n, size - at));
 }
 
@@ -329,7 +334,7 @@ tmb_s64 tfs_still_there(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return inode ? still_there(inode, h, at, n) : -ESTALE;
+	return inode ? still_there(fs, inode, h, at, n) : -ESTALE;
 }
 
 tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, tmb_u64 offset)
@@ -363,7 +368,7 @@ tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, t
 			memcpy((tmb_u8 *)buf + done, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
 		else
 			memset((tmb_u8 *)buf + done, 0, n);
-		there = still_there(inode, h, at, n);
+		there = still_there(fs, inode, h, at, n);
 		if (!tfs_look_end(fs, &look)) {
 			if (++tries > TFS_READ_TRIES)
 				return done ? (tmb_s64)done : -EBUSY;
@@ -566,7 +571,7 @@ int tfs_punch_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 offset, tmb_u6
 {
 	int err;
 
-	start_tx(fs, w);
+	start_tx(fs, w, 0, 0); /* it adds nothing */
 	err = punch(fs, w->inode, w->h.ino, w->slot, offset, end);
 	tfs_write_end_locked(fs, w, 0, false, 0);
 	if (!err)
@@ -667,9 +672,9 @@ static void take_back(struct tfs *fs, struct filling *f, tmb_u64 from, tmb_u64 t
 
 	if (tfs_write_begin(fs, f->h, &w))
 		return;
-	start_tx(fs, &w);
 	w.added_from = from >> TFS_BLOCK_SHIFT;
 	w.added_to = tfs_blocks_of(to);
+	start_tx(fs, &w, w.added_from, w.added_to);
 	tfs_write_trim_locked(fs, &w, 0);
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	tfs_unlock(fs, &w.inode->lock);

@@ -551,7 +551,7 @@ void tfs_lock_wait_end(struct tfs *fs, int slot)
 {
 	struct tfs_lock_wait *w;
 
-	if (slot >= (int)TFS_LOCK_WAITS)
+	if (slot >= (int)TFS_LOCK_WAITS || tfs_fenced(fs))
 		return;
 	w = &tfs_member_area(fs, fs->member)->waits[slot];
 

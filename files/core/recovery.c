@@ -78,8 +78,11 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	if (what == TFS_REDO_NONE || what == TFS_REDO_FREE || !inode || !tfs_is(inode, tfs_any(ino)))
 		return 0; /* the scan of the inode table frees orphans */
 	if (what == TFS_REDO_TRIM) {
-		from = tfs_blocks_of(tmb_load(&inode->size));
-		to = ~0ULL;
+		tmb_u64 behind = tfs_blocks_of(tmb_load(&inode->size));
+
+		from = from > behind ? from : behind;
+		if (from < to && !tfs_has_blocks(fs, inode, to))
+			to = ~0ULL; /* also the nodes */
 	}
 	gone = tfs_os_alloc(sizeof(*gone));
 	if (!gone)

@@ -40,7 +40,7 @@ static int set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *in
 static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word)
 {
 	lock_bits(fs, h.ino);
-	if (tfs_is(inode, h))
+	if (tfs_is(inode, h) && !tfs_fenced(fs)) /* else the bit is that of the slot's next member */
 		tmb_fetch_and(word, ~(1ULL << fs->member));
 	unlock_bits(fs, h.ino);
 }

@@ -445,7 +445,7 @@ void tfs_revoke(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 
-	if (fs->read_only)
+	if (fs->read_only || tfs_fenced(fs))
 		return;
 	tmb_store(&fs->asked, false);
 	tmb_store(&area->revokes_begun, tmb_load(&area->revokes_begun) + 1);
@@ -475,7 +475,7 @@ bool tfs_revoked(struct tfs *fs)
 	tmb_u64 bit = 1ULL << fs->member;
 	tmb_u32 owner;
 
-	if (!fs->read_only)
+	if (!fs->read_only && !tfs_fenced(fs))
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
 	if (!fs->members || fs->read_only || tfs_fenced(fs) || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
 		return false;

@@ -256,7 +256,7 @@ static inline bool tfs_look_end(struct tfs *fs, const struct tfs_look *look)
 }
 #define TFS_READ_TRIES 1000u
 /* Between these two, after a copy of n bytes from file offset 'at' on: returns how many of them were the file's, as it may have been cut since the caller
- * loaded its size. -ESTALE. */
+ * loaded its size. -ESTALE, -ESHUTDOWN. */
 tmb_s64 tfs_still_there(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 n);
 
 struct tfs_run {

@@ -228,7 +228,7 @@ _Static_assert(sizeof(struct tfs_xattr_entry) == 8, "xattr entry size");
 #define TFS_REDO_NONE 0
 #define TFS_REDO_TRUNCATE 1 /* remove blocks of ino[0] from block arg[0] on, up to arg[1] */
 #define TFS_REDO_FREE 2	    /* ino[0] has no link and no opener: free it */
-#define TFS_REDO_TRIM 3	    /* also of an open transaction: ino[0] may have blocks past its size, from a write that did not return */
+#define TFS_REDO_TRIM 3	    /* also of an open transaction: blocks arg[0] to arg[1] past ino[0]'s size are of a write that did not return */
 
 struct tfs_tx_word {
 	tmb_u64 offset; /* bytes from the start of the area, multiple of 8 */

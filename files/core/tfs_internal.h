@@ -265,6 +265,11 @@ static inline bool tfs_fenced(struct tfs *fs)
 {
 	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
 }
+/* The same of a member that may write. Others wait for its readers no longer, and its slot, with all bits and counters of the slot, may be another's. */
+static inline bool tfs_expelled(struct tfs *fs)
+{
+	return !fs->read_only && tfs_fenced(fs);
+}
 
 /* reuse.c: which members may still look at blocks that were unlinked from an inode; each a bit per member */
 tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of 'members' that live */
@@ -305,7 +310,9 @@ static inline struct tfs_tx *tfs_tx(struct tfs *fs, tmb_u32 slot)
 }
 void tfs_tx_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, tmb_u64 ino);
 void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u64 arg1);
-/* Names inode 0 of an open transaction whose recovery trims it. */
+/* Names inode 0 of an open transaction whose recovery trims it: frees those of the file blocks [from, to) that lie behind its end. The range is given first,
+ * and may be changed to one of holes, and to one that goes on with blocks that follow. */
+void tfs_tx_trim_range(struct tfs *fs, tmb_u32 slot, tmb_u64 from, tmb_u64 to);
 void tfs_tx_trim(struct tfs *fs, tmb_u32 slot, tmb_u64 ino);
 void tfs_tx_word(struct tfs *fs, tmb_u32 slot, void *field, tmb_u64 value);
 void tfs_tx_commit(struct tfs *fs, tmb_u32 slot); /* stores the words */
@@ -367,6 +374,8 @@ static inline int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs
 	*out = tfs_inode(fs, h.ino);
 	if (!*out)
 		return tfs_damage(fs, "inode number out of range", h.ino, 0);
+	if (tfs_expelled(fs))
+		return -ESHUTDOWN;
 	if (!tfs_in_reach(fs, h))
 		return -ESTALE;
 	return tfs_is(*out, h) ? 0 : -ESTALE;
@@ -405,6 +414,8 @@ int tfs_begin_removal(struct tfs *fs, tmb_u32 slot, struct tfs_inode *inode, tmb
 int tfs_remove_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u64 from, tmb_u64 to, struct tfs_gone *gone,
 		      bool recovering);
 void tfs_end_removal(struct tfs *fs, struct tfs_gone *gone);
+/* Returns whether the file has blocks from here on, or is damaged. */
+bool tfs_has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock);
 static inline tmb_u64 tfs_blocks_of(tmb_u64 bytes)
 {
 	return (bytes + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT;

@@ -125,10 +125,21 @@ void tfs_tx_redo(struct tfs *fs, tmb_u32 slot, tmb_u32 redo, tmb_u64 arg0, tmb_u
 	tfs_persist(fs, tx, TX_HEAD);
 }
 
+void tfs_tx_trim_range(struct tfs *fs, tmb_u32 slot, tmb_u64 from, tmb_u64 to)
+{
+	struct tfs_tx *tx = tfs_tx(fs, slot);
+
+	/* In this order: a death in between leaves the old range, the new one, or an empty one. */
+	tmb_store(&tx->arg[0], from);
+	tmb_store_release(&tx->arg[1], to);
+	tfs_persist(fs, tx->arg, sizeof(tx->arg));
+}
+
 void tfs_tx_trim(struct tfs *fs, tmb_u32 slot, tmb_u64 ino)
 {
 	struct tfs_tx *tx = tfs_tx(fs, slot);
 
+	tfs_barrier(fs); /* the range is durable first */
 	tmb_store_release(&tx->ino[0], ino);
 	tmb_store_release(&tx->redo, TFS_REDO_TRIM);
 	tfs_persist(fs, tx, TX_HEAD);

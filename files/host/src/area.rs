@@ -4,7 +4,6 @@
 //! The only module that maps memory. Everything that is read from an area may change at any time, so bytes are
 //! copied out with [`Area::copy_out`] and friends, never borrowed.
 
-use std::any::Any;
 use std::cell::UnsafeCell;
 use std::fs::File;
 use std::io;
@@ -15,8 +14,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
+use tombolo_sigbus::Watch;
 
 use crate::sys;
+
+/// Memory that an area lies in.
+trait Memory: Send + Sync {
+    /// Returns whether a page of it was missing: its file was cut short, or has a hole for which its file system has no room. Since then the
+    /// mapping is private to this process.
+    fn is_lost(&self) -> bool;
+}
+
+impl Memory for tombolo_zone::Zone {
+    fn is_lost(&self) -> bool {
+        tombolo_zone::Zone::is_lost(self)
+    }
+}
 
 /// A shared mapping of a file or memory object, unmapped when dropped.
 pub struct Map {
@@ -24,6 +37,13 @@ pub struct Map {
     len: usize,
     writable: bool,
     file: Arc<OwnedFd>,
+    watch: Option<Watch>,
+}
+
+impl Memory for Map {
+    fn is_lost(&self) -> bool {
+        self.watch.as_ref().is_some_and(Watch::is_hit)
+    }
 }
 
 // SAFETY: the mapping lives as long as the value and is accessed through raw pointers only, by atomic or volatile
@@ -33,7 +53,7 @@ unsafe impl Send for Map {}
 unsafe impl Sync for Map {}
 
 impl Map {
-    /// Maps `len` bytes of `file` from its start. The file must be that long, and stay so.
+    /// Maps `len` bytes of `file` from its start. The file must be that long. Should it be cut short, [`Area::is_lost`] tells.
     pub fn new(file: impl AsFd, len: u64, writable: bool) -> io::Result<Map> {
         let file = file.as_fd().try_clone_to_owned()?;
         let size = u64::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(0);
@@ -48,7 +68,9 @@ impl Map {
         // SAFETY: a new mapping at an address that the kernel chooses.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Map { base, len, writable, file: Arc::new(file) })
+        let mut map = Map { base, len, writable, file: Arc::new(file), watch: None };
+        map.watch = Some(tombolo_sigbus::watch(base.as_ptr() as usize, len)?);
+        Ok(map)
     }
 
     /// Makes a memory object of `len` bytes, zeroed; its descriptor can be shared.
@@ -71,6 +93,8 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
+        // The address range may belong to another mapping in a moment.
+        self.watch = None;
         // SAFETY: mapped in new() with this length; nothing borrows from it.
         unsafe {
             let _ = rustix::mm::munmap(self.base.as_ptr().cast(), self.len);
@@ -87,8 +111,14 @@ pub struct Incarnation {
     pub epoch: u32,
 }
 
-/// A member table that is not in any zone.
-struct Table(Box<[UnsafeCell<sys::tmb_member>]>);
+/// A member table that is not in any zone, and the memory of the area that it is for.
+struct Table(Box<[UnsafeCell<sys::tmb_member>]>, Arc<dyn Memory>);
+
+impl Memory for Table {
+    fn is_lost(&self) -> bool {
+        self.1.is_lost()
+    }
+}
 
 // SAFETY: only the core accesses it, by atomics.
 unsafe impl Send for Table {}
@@ -105,10 +135,10 @@ pub struct Area {
     members: *mut sys::tmb_member,
     incarnation: Option<Incarnation>,
     file: Option<Arc<OwnedFd>>,
-    _keep: Arc<dyn Any + Send + Sync>,
+    memory: Arc<dyn Memory>,
 }
 
-// SAFETY: raw pointers into a mapping that _keep keeps; access is by atomics or the core.
+// SAFETY: raw pointers into a mapping that 'memory' keeps; access is by atomics or the core.
 unsafe impl Send for Area {}
 // SAFETY: as above.
 unsafe impl Sync for Area {}
@@ -147,7 +177,7 @@ impl Area {
             members,
             incarnation: incarnation.map(|(_, incarnation)| incarnation),
             file: Some(Arc::clone(&map.file)),
-            _keep: Arc::clone(map) as Arc<dyn Any + Send + Sync>,
+            memory: Arc::clone(map) as Arc<dyn Memory>,
         })
     }
 
@@ -172,7 +202,7 @@ impl Area {
             members: zone.members_ptr().cast(),
             incarnation,
             file: file.map(Arc::new),
-            _keep: Arc::clone(zone) as Arc<dyn Any + Send + Sync>,
+            memory: Arc::clone(zone) as Arc<dyn Memory>,
         })
     }
 
@@ -199,11 +229,12 @@ impl Area {
                 }
             })
             .collect();
-        let table = Arc::new(Table(table.into_iter().map(UnsafeCell::new).collect()));
+        let table = table.into_iter().map(UnsafeCell::new).collect();
+        let table = Arc::new(Table(table, Arc::clone(&self.memory)));
         Area {
             members: table.0[0].get(),
             incarnation: Some(Incarnation { member: 0, epoch }),
-            _keep: Arc::new((Arc::clone(&self._keep), table)),
+            memory: table,
             ..self.clone()
         }
     }
@@ -221,6 +252,20 @@ impl Area {
     /// Returns whether the area may be written; a store to a read-only area faults.
     pub fn writable(&self) -> bool {
         self.writable
+    }
+
+    /// Returns whether a page of its memory was missing. This process then sees zeroes, and its own stores since, which no other process sees.
+    pub fn is_lost(&self) -> bool {
+        self.memory.is_lost()
+    }
+
+    /// Returns whether the member that uses it was declared dead, though this process lives.
+    pub fn is_expelled(&self) -> bool {
+        let Some(own) = self.incarnation.filter(|_| self.writable) else { return false };
+        // SAFETY: a slot of the member table, which in_map(), of_zone() and lone() found or made; the word is accessed atomically.
+        let word =
+            unsafe { AtomicU64::from_ptr(&raw mut (*self.members.add(own.member as usize)).state_epoch) };
+        word.load(Ordering::Acquire) != u64::from(own.epoch) << 32 | u64::from(sys::TMB_MEMBER_ACTIVE)
     }
 
     /// Returns the member that uses it; `None`: the process is alone.

@@ -13,7 +13,7 @@ use tombolo_control::Size;
 use crate::fs::{self, Filesystem, Handle, Mkfs};
 use crate::shown::shown;
 use crate::sys;
-use crate::target::{PCI, Target};
+use crate::target::{self, PCI, Target};
 
 mod fsck;
 mod grant;
@@ -184,7 +184,23 @@ fn open_error(path: &Path, e: rustix::io::Errno) -> anyhow::Error {
     anyhow::anyhow!("{at}: {why} ({e})")
 }
 
+/// Why a command or a mount ends whose memory is lost.
+const LOST: &str =
+    "its file was cut short while it was in use, or has a hole for which its file system has no room left";
+
+/// Runs the command.
+///
+/// # Errors
+/// A line for the user.
 pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
+    let done = run_one(command, json);
+    if tombolo_sigbus::hits() > 0 {
+        bail!("nothing that this command said or did holds, since a zone or a file is lost: {LOST}");
+    }
+    done
+}
+
+fn run_one(command: Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Mkfs { zone, area, force, label, size, uid, gid, mode, persistent } => {
             if label.len() > 31 {
@@ -223,12 +239,17 @@ fn mkfs(
     json: bool,
 ) -> anyhow::Result<()> {
     if let Some(size) = size {
+        let is_new = !zone.exists();
         let file = std::fs::File::options().write(true).create(true).truncate(false).open(zone);
         let file = file.with_context(|| format!("creating {}", zone.display()))?;
         if file.metadata()?.len() != 0 {
             bail!("{}: exists already; leave --size away to use it as it is", zone.display());
         }
-        file.set_len(size).with_context(|| format!("{}: growing to {size} bytes", zone.display()))?;
+        if let Err(e) = target::take_room(&file, size) {
+            // It is again as it was, unless that fails, too.
+            let _ = if is_new { std::fs::remove_file(zone) } else { file.set_len(0) };
+            return Err(e).with_context(|| format!("{}: growing to {size} bytes", zone.display()));
+        }
     }
     let target = Target::open(zone, true, area)?;
     target.require_unused("mkfs", force)?;

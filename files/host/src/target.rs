@@ -11,13 +11,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::FlockOperation;
+use rustix::fs::{FallocateFlags, FlockOperation, SealFlags};
+use rustix::io::Errno;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
 use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Rights, Role, Zone};
 
 use crate::area::{Area, Incarnation, Map, open_backing};
 use crate::fs::Ringer;
+use crate::fsck;
 use crate::sys;
 
 /// Begins an argument that names a zone in an ivshmem device of this guest.
@@ -84,6 +86,40 @@ fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::R
             return Ok(false);
         }
         std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Gives a file `size` bytes, each with room on its file system: a store to a mapped page without room would end the process. Where a file system can't
+/// keep room, its files have holes.
+///
+/// # Errors
+/// ENOSPC; and others of fallocate(2) and ftruncate(2).
+pub(crate) fn take_room(file: &std::fs::File, size: u64) -> std::io::Result<()> {
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size) {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(size),
+        done => Ok(done?),
+    }
+}
+
+/// Takes the room for the holes of a file that is to be mapped and written: sparse copies have some.
+fn fill_holes(path: &Path) -> anyhow::Result<()> {
+    let file = open_backing(path, true).with_context(|| format!("opening {}", path.display()))?;
+    let about = rustix::fs::fstat(&file)?;
+    let (size, room) = (u64::try_from(about.st_size)?, u64::try_from(about.st_blocks)? * 512);
+    // Memory that is no file's is taken as it is used.
+    let is_memory = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+    if room >= size || is_memory {
+        return Ok(());
+    }
+    match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, size) {
+        Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+        Err(e) => Err(e).with_context(|| {
+            format!(
+                "{}: has holes, and {} KiB that they take are not free on its file system",
+                path.display(),
+                (size - room) >> 10
+            )
+        }),
     }
 }
 
@@ -352,6 +388,9 @@ impl Target {
     /// Becomes a member, with `name` if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
     /// process is alone, and recovers all former members.
     pub fn join(&self, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
+        if !self.is_inside() {
+            fill_holes(&self.path)?;
+        }
         let zone = match &self.kind {
             Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
             Kind::Zone { zone, .. } => zone,
@@ -369,8 +408,10 @@ impl Target {
         };
         let own = format!("mount-{}", std::process::id());
         let (id, liveness) = zone.claim(name.unwrap_or(&own), Role::Host, Rights::READ_WRITE)?;
-        // Grants of the slot's former member are not for this one.
-        if !crate::account::revoke(&self.area()?, id.index()) {
+        let area = self.area()?;
+        // Grants of the slot's former member are not for this one. A file system of another version, which may have them elsewhere, is refused when it is
+        // opened.
+        if fsck::expect_known(&area).is_ok() && !crate::account::revoke(&area, id.index()) {
             bail!("{}: the area is too small for a file system", self.path.display());
         }
         let membership = zone.join_claimed(id, liveness)?;

@@ -1280,6 +1280,184 @@ fn a_mount_in_the_background_goes_on_after_it_has_told_of_damage() {
     assert_eq!(fs::read_to_string(rig.at("a/f")).expect("read"), "x");
 }
 
+/// No member is declared dead that lives, except by mistake, or by a store of another member.
+#[test]
+fn a_mount_declared_dead_while_it_is_stopped_harms_nobody_when_it_runs_again_and_ends() {
+    let rig = Rig::new();
+    let owner = rig.owner.as_ref().expect("an owner");
+    fs::write(rig.at("a/removed"), vec![1; 1 << 20]).expect("write");
+    let (mine, other) = both(&rig, "locked");
+    assert_eq!(fcntl_lock(&mine, libc::F_SETLK, libc::F_WRLCK, 0, 10), 0);
+    assert_ne!(fcntl_lock(&other, libc::F_SETLK, libc::F_WRLCK, 0, 10), 0);
+    let open = fs::File::open(rig.at("a/removed")).expect("open");
+    fs::remove_file(rig.at("b/removed")).expect("unlink");
+    let [stopped, _] = rig.pids[..] else { panic!("two mounts") };
+    // SAFETY: a process started by this test.
+    assert_eq!(unsafe { libc::kill(stopped, libc::SIGSTOP) }, 0);
+    let members = owner.members().expect("a zone");
+    let expelled = members.iter().find(|m| m.name == "member-a").expect("a member").id;
+    assert!(owner.declare_dead(expelled).expect("a zone"));
+    wait_until(|| fcntl_lock(&other, libc::F_SETLK, libc::F_WRLCK, 0, 10) == 0);
+    assert_eq!(fcntl_lock(&other, libc::F_SETLK, libc::F_WRLCK, 0, 10), 0, "its lock is kept");
+    for i in 0..40 {
+        fs::write(rig.at(&format!("b/f{i}")), vec![i; 1 << 20]).expect("write");
+    }
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::kill(stopped, libc::SIGCONT) }, 0);
+    let read = open.read_at(&mut [0; 4096], 0).expect_err("a mount that is over").raw_os_error();
+    assert!(
+        [libc::ESHUTDOWN, libc::ESTALE, libc::ENOTCONN, libc::ECONNABORTED].map(Some).contains(&read),
+        "{read:?}"
+    );
+    drop((open, mine));
+    let is_there = || Path::new(&format!("/proc/{stopped}/fd/0")).exists();
+    wait_until(|| !is_there());
+    assert!(!is_there(), "a mount whose member is dead goes on");
+    for i in 0..40 {
+        assert!(fs::read(rig.at(&format!("b/f{i}"))).expect("read") == vec![i; 1 << 20], "f{i}");
+    }
+    drop(other);
+    unmount(&rig.at("b"));
+    let clean = || files(&["fsck", "-n", rig.zone_str()]).status.code() == Some(0);
+    wait_until(clean);
+    assert!(clean());
+}
+
+#[test]
+fn a_mount_of_a_file_system_of_another_version_is_refused_and_changes_nothing_in_it() {
+    let dir = TempDir::new().expect("a directory");
+    let (zone, at) = (dir.path().join("zone"), dir.path().join("at").display().to_string());
+    fs::create_dir(&at).expect("a directory");
+    let config = ZoneConfig::new("rig", 32 << 20).backing(Backing::File(zone.clone()));
+    let owner = Zone::create(&config).expect("a zone");
+    owner.invite("vm", Role::Vm, Rights::READ_WRITE).expect("a slot");
+    let name = zone.to_str().expect("a path");
+    must(&["mkfs", name]);
+    let area = Target::open(&zone, true, None).expect("the zone").area().expect("its area");
+    let version = std::mem::offset_of!(tombolo_files::sys::tfs_super, version) as u64;
+    let next = area.word(version).expect("a word") + 1;
+    assert!(area.store_word(version, next));
+    // What another version may have where this one has its members' areas.
+    assert!((4096..(4 << 20)).step_by(8).all(|at| area.store_word(at, 0x1234_5678)));
+    let bytes = || {
+        let mut copy = vec![0; area.size() as usize];
+        assert!(area.copy_out(0, &mut copy));
+        copy
+    };
+    let before = bytes();
+    for args in
+        [&["mount", name, &at][..], &["grant", name, "vm", "--none"], &["grant", name, "vm", "--bytes", "1M"]]
+    {
+        let out = files(args);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(!out.status.success() && said.contains("version"), "{args:?}: {said}");
+        assert!(bytes() == before, "{args:?} changed it");
+    }
+}
+
+/// A tmpfs of this many bytes, unmounted at the end.
+struct Small(PathBuf);
+
+impl Small {
+    fn new(at: PathBuf, size: &str) -> Small {
+        fs::create_dir(&at).expect("a directory");
+        let made = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={size}"), "small"])
+            .arg(&at)
+            .status();
+        assert!(made.expect("mount starts").success());
+        Small(at)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        if let Err(e) = Command::new("umount").arg("-l").arg(&self.0).status() {
+            eprintln!("umount {}: {e}", self.0.display());
+        }
+    }
+}
+
+#[test]
+fn a_file_system_in_a_file_takes_its_room_when_it_is_made_or_mounted_or_is_refused() {
+    let dir = TempDir::new().expect("a directory");
+    let (small, at) = (Small::new(dir.path().join("small"), "40M"), dir.path().join("at"));
+    fs::create_dir(&at).expect("a directory");
+    let (large, sparse) = (small.file("large"), small.file("sparse"));
+    let refused = |args: &[&str], why: &str| {
+        let out = files(args);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(!out.status.success() && said.contains(why) && said.contains("No space left"), "{said}");
+    };
+    refused(&["mkfs", "--size", "64M", &large], "growing to 67108864 bytes");
+    assert!(!Path::new(&large).exists(), "a file without a file system is left");
+
+    let image = dir.path().join("image").display().to_string();
+    must(&["mkfs", "--size", "64M", &image]);
+    let copied = Command::new("cp").args(["--sparse=always", &image, &sparse]).status();
+    assert!(copied.expect("cp starts").success());
+    refused(&["mount", &sparse, at.to_str().expect("a path")], "has holes");
+    fs::remove_file(&sparse).expect("unlink");
+    must(&["mkfs", "--size", "32M", &sparse]);
+    assert!(fs::metadata(&sparse).expect("stat").blocks() * 512 >= 32 << 20, "it has holes");
+}
+
+/// Cuts the file short under its mounts, and waits for their end. Returns what programs are told meanwhile.
+fn cut_short(file: &Path, read: &fs::File, pids: &[i32]) -> Vec<Option<i32>> {
+    fs::OpenOptions::new().write(true).open(file).expect("open").set_len(1 << 20).expect("truncate");
+    let mut told = Vec::new();
+    wait_until(|| {
+        if let Err(e) = read.read_at(&mut [0; 4096], 8 << 20) {
+            told.push(e.raw_os_error());
+        }
+        pids.iter().all(|pid| !Path::new(&format!("/proc/{pid}/fd/0")).exists())
+    });
+    told
+}
+
+#[test]
+fn a_mount_whose_file_is_cut_short_ends_with_an_error_and_a_line_and_mounts_of_other_zones_go_on() {
+    let other = Rig::new();
+    let dir = TempDir::new().expect("a directory");
+    let at = dir.path().join("at");
+    fs::create_dir(&at).expect("a directory");
+    for is_zone in [false, true] {
+        let file = dir.path().join(format!("zone-{is_zone}"));
+        let name = file.to_str().expect("a path");
+        let owner = is_zone.then(|| {
+            Zone::create(&ZoneConfig::new("cut", 64 << 20).backing(Backing::File(file.clone())))
+                .expect("a zone")
+        });
+        let size: &[&str] = if is_zone { &[] } else { &["--size", "64M"] };
+        must(&[&["mkfs"], size, &[name]].concat());
+        let mut mount = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+        mount.args(["files", "mount", "--foreground", name]).arg(&at);
+        let mut mount =
+            mount.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the mount starts");
+        let mut line = String::new();
+        BufReader::new(mount.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+        assert_eq!(line, "serving\n");
+        fs::write(at.join("f"), vec![7; 16 << 20]).expect("write");
+        let open = fs::File::open(at.join("f")).expect("open");
+        let told = cut_short(&file, &open, &[mount.id() as i32]);
+        drop(open);
+        let ended = mount.wait().expect("its end");
+        let mut said = String::new();
+        mount.stderr.take().expect("a pipe").read_to_string(&mut said).expect("its last words");
+        assert_eq!(ended.code(), Some(1), "a zone: {is_zone}; {said}");
+        assert!(said.contains(name) && said.contains("cut short"), "{said}");
+        assert_eq!(told.first(), Some(&Some(libc::EIO)), "a zone: {is_zone}; {told:?}");
+        assert!(!mounted(&at), "a zone: {is_zone}");
+        drop(owner);
+    }
+    fs::write(other.at("a/f"), "x").expect("write");
+    assert_eq!(fs::read_to_string(other.at("b/f")).expect("read"), "x");
+}
+
 /// Waits until a request for a lock of this inode is in a mount's queue, from where it is tried again and again.
 fn wait_for_waiter(rig: &Rig, ino: u64) {
     let owner = rig.owner.as_ref().expect("an owner");

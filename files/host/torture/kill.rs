@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Members that are killed. Four children work, each in a directory of its own and, under names of its own, in a common one, so that they share
+//! Members that are killed. Six children work, each in a directory of its own and, under names of its own, in a common one, so that they share
 //! locks, the inode table and the block map. The parent kills one at any instant, and now and then a second one before the first is recovered, or
-//! stops one for a moment. The others do not pause: a death becomes known late, and the parent recovers later still; a child that needs a dead
-//! one's lock recovers it before. Then the state is compared with the dead child's model.
+//! the one that recovers it and the one that recovers that, or stops one for a moment. At least three live on and do not pause: a death becomes
+//! known late, and the parent recovers later still; a child that needs a dead one's lock recovers it before. Then the state is compared with the
+//! dead child's model.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -15,7 +16,9 @@ use crate::rng::Rng;
 use crate::tree::Spot;
 use crate::zone::{Zone, raise};
 
-const CHILDREN: u32 = 4;
+const CHILDREN: u32 = 6;
+/// So many of them live on.
+const SURVIVORS: usize = 3;
 /// Counters in the zone: operations begun and done by child, its longest operation (ns), and whether it failed.
 const BEGUN: u64 = 0;
 const DONE: u64 = 8;
@@ -80,6 +83,7 @@ pub fn run(seed: u64, mib: u64, kills: u64) -> Result<String, String> {
 struct Tally {
     kills: u64,
     seconds: u64,
+    recoverers: u64,
     stops: u64,
     in_the_middle: u64,
     slowest_recovery: Duration,
@@ -91,10 +95,11 @@ impl Tally {
             (1..=u64::from(CHILDREN)).map(move |m| zone.counter(first + m).load(Ordering::Acquire))
         };
         format!(
-            "{} kills ({} in the middle of an operation, {} before the recovery from another), {} stops, {} operations; longest operation {} ms, longest recovery {} ms",
+            "{} kills ({} in the middle of an operation, {} before the recovery from another, {} in the recovery from another), {} stops, {} operations; longest operation {} ms, longest recovery {} ms",
             self.kills,
             self.in_the_middle,
             self.seconds,
+            self.recoverers,
             self.stops,
             counters(DONE).sum::<u64>(),
             counters(LONGEST).max().unwrap_or(0) / 1_000_000,
@@ -124,20 +129,21 @@ fn round(
         tally.stops += 1;
     }
     wait_for_the_middle(zone, &children[first], rng);
-    let victims: Vec<usize> = [Some(first), second].into_iter().flatten().collect();
+    let mut victims: Vec<usize> = [Some(first), second].into_iter().flatten().collect();
+    let chain = rng.one_in(2);
     for (n, victim) in victims.iter().enumerate() {
-        // Until the host has noticed, the others wait for the dead; then they recover it.
-        let (unknown, known) =
-            (rng.below(10_000), rng.below(if n + 1 < victims.len() { 2000 } else { 10_000 }));
-        end(&children[*victim], libc::SIGKILL)?;
-        std::thread::sleep(Duration::from_micros(unknown));
-        zone.declare_dead(children[*victim].member)?;
-        zone.tell_of(children[*victim].member)?;
-        std::thread::sleep(Duration::from_micros(known));
-        tally.kills += 1;
         tally.seconds += u64::from(n > 0);
+        let is_last = n + 1 == victims.len();
+        kill(zone, &children[*victim], rng, tally)?;
+        if !is_last {
+            std::thread::sleep(Duration::from_micros(rng.below(2000)));
+        }
     }
-    if let Some(stopped) = stopped {
+    if chain {
+        kill_recoverers(zone, children, rng, &mut victims, tally)?;
+    }
+    std::thread::sleep(Duration::from_micros(rng.below(10_000)));
+    if let Some(stopped) = stopped.filter(|stopped| !victims.contains(stopped)) {
         signal(&children[stopped], libc::SIGCONT)?;
     }
     for victim in &victims {
@@ -160,6 +166,55 @@ fn round(
         }
     }
     Ok(())
+}
+
+/// Kills a child, whose death becomes known a moment later. Until then the others wait for it; then they recover it.
+fn kill(zone: &Zone, child: &Child, rng: &mut Rng, tally: &mut Tally) -> Result<(), String> {
+    tally.kills += 1;
+    end(child, libc::SIGKILL)?;
+    std::thread::sleep(Duration::from_micros(rng.below(10_000)));
+    zone.declare_dead(child.member)?;
+    zone.tell_of(child.member)
+}
+
+/// Kills who recovers one of the dead, and who recovers that one, each at a random moment of its recovery.
+fn kill_recoverers(
+    zone: &Zone,
+    children: &[Child],
+    rng: &mut Rng,
+    victims: &mut Vec<usize>,
+    tally: &mut Tally,
+) -> Result<(), String> {
+    while victims.len() + SURVIVORS < children.len() {
+        let Some(recoverer) = wait_for_recoverer(zone, children, victims)? else { return Ok(()) };
+        let most = if rng.one_in(2) { 20_000 } else { 200 };
+        for _ in 0..rng.below(most) {
+            std::hint::spin_loop();
+        }
+        let member = children[recoverer].member;
+        kill(zone, &children[recoverer], rng, tally)?;
+        for victim in &*victims {
+            tally.recoverers += u64::from(zone.recoverer(children[*victim].member)? == Some(member));
+        }
+        victims.push(recoverer);
+    }
+    Ok(())
+}
+
+/// Waits, within bounds, until a living child recovers one of the dead.
+fn wait_for_recoverer(zone: &Zone, children: &[Child], victims: &[usize]) -> Result<Option<usize>, String> {
+    for _ in 0..100_000 {
+        for victim in victims {
+            let owner = zone.recoverer(children[*victim].member)?;
+            let living = |child: &usize| !victims.contains(child);
+            let found = children.iter().position(|child| Some(child.member) == owner).filter(living);
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        std::hint::spin_loop();
+    }
+    Ok(None)
 }
 
 /// Models take longer than file systems: waits, within bounds, until an operation is under way, and a random moment more.

@@ -54,6 +54,13 @@ impl Zone {
         self.set(member, epoch, sys::TMB_MEMBER_DEAD)
     }
 
+    /// Returns the member, dead or alive, that has locked this member's recovery.
+    pub fn recoverer(&self, member: u32) -> Result<Option<u32>, String> {
+        let at = u64::from(member) * 256 + core::mem::offset_of!(sys::tmb_member, recovery_lock) as u64;
+        let lock = self.table()?.word(at).ok_or_else(|| "no such member".to_owned())?;
+        Ok((lock as u32 & 0xff).checked_sub(1))
+    }
+
     /// Returns a handle for an incarnation.
     pub fn open(&self, incarnation: Incarnation) -> Result<Filesystem, String> {
         let area = Area::in_map(&self.map, AREA_AT, self.area.size(), Some((MEMBERS_AT, incarnation)));

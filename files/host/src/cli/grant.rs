@@ -10,7 +10,9 @@ use serde_json::json;
 use super::open_error;
 use crate::account;
 use crate::fs::{self, Create, Filesystem, Handle};
+use crate::fsck;
 use crate::shown::shown;
+use crate::sys;
 use crate::target::Target;
 
 /// Arguments of `tombolo files grant`.
@@ -55,7 +57,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         bail!("{at}: has no member '{}'; it has: {}", args.member, names.join(", "));
     };
     if args.none {
-        if !account::revoke(&target.area()?, member.id.index()) {
+        let area = target.area()?;
+        if area.word(0) != Some(sys::TFS_MAGIC) {
+            return Ok(()); // no file system, and no grants
+        }
+        fsck::expect_known(&area).with_context(|| at.to_string())?;
+        if !account::revoke(&area, member.id.index()) {
             bail!("{at}: the area is too small for a file system");
         }
         return Ok(());

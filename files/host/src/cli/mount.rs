@@ -11,11 +11,11 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::pipe::PipeFlags;
 use serde_json::json;
 
-use super::open_error;
+use super::{LOST, open_error};
 use crate::fs::Filesystem;
 use crate::fuse::locks::Locks;
 use crate::fuse::nodes::Nodes;
@@ -33,6 +33,9 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Each so many of these it looks whether other members live, if no process serves the zone.
 const LOOKS: u32 = 10;
+
+/// Why a mount ends whose member was declared dead: the host's mistake, or a store of another member.
+const EXPELLED: &str = "this member of the zone was declared dead";
 
 /// Interval at which it asks again whether its readers of removed blocks have finished.
 const LET_GO_AGAIN: Duration = Duration::from_millis(50);
@@ -179,6 +182,16 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
     // On every path: nothing stays mounted, references are dropped, the slot becomes free.
     let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
+    if session::is_over(&server) {
+        let why = if server.fs.area().is_lost() { LOST } else { EXPELLED };
+        log::say(&format!(
+            "{}: {why}; the mount at {} has ended",
+            args.zone.display(),
+            args.directory.display()
+        ));
+        // Without leaving: a zone that other members still have is recovered.
+        std::process::exit(1);
+    }
     target.stop_serving().context("unlocking the file")?;
     server.locks.stop();
     if waiting.join().is_err() {
@@ -242,7 +255,8 @@ fn serve(
     mounted.handshake(server)?;
     let (ended_read, ended_write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let ended_write = Arc::new(ended_write);
-    let answering = mounted.threads(Arc::clone(server), usize::from(args.threads));
+    let over = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let answering = mounted.threads(Arc::clone(server), Arc::clone(&over), usize::from(args.threads));
     let threads: Vec<_> = (0..args.threads)
         .map(|_| {
             let handle = answering.start()?;
@@ -264,6 +278,7 @@ fn serve(
     let recovery = {
         // In a thread of its own, since it may wait for locks of a suspended member.
         let (server, name) = (Arc::clone(server), std::thread::Builder::new().name("recovery".into()));
+        let over = Arc::clone(&over);
         let recover = move || {
             let mut again = false;
             loop {
@@ -277,12 +292,15 @@ fn serve(
                 if again || pending & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
                     again = server.fs.let_go();
                 }
-                if pending & u64::from(sys::TMB_PENDING_MEMBERS) == 0 {
-                    continue;
+                if pending & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
+                    match server.fs.recover_all() {
+                        Ok(()) | Err(rustix::io::Errno::INTR) => {}
+                        Err(e) => log::say(&format!("recovering dead members: {e}")),
+                    }
                 }
-                match server.fs.recover_all() {
-                    Ok(()) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => log::say(&format!("recovering dead members: {e}")),
+                if session::is_over(&server) {
+                    session::tell(&over);
+                    break;
                 }
             }
         };
@@ -290,14 +308,15 @@ fn serve(
     };
     let (mut stop, mut looks) = (false, 0u32);
     while !stop {
-        let mut fds = vec![PollFd::new(signals, PollFlags::IN), PollFd::new(&ended_read, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(signals, PollFlags::IN)];
+        fds.extend([&ended_read, &*over].map(|ended| PollFd::new(ended, PollFlags::IN)));
         let rung = joined.and_then(Joined::rung);
         fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
         match poll(&mut fds, joined.filter(|joined| !joined.is_served()).map(|_| &LOOK)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }
-        stop = fds[..2].iter().any(|fd| !fd.revents().is_empty());
+        stop = fds[..3].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
             looks = looks.wrapping_add(1);
             if looks % LOOKS == 0 {

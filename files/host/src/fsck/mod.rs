@@ -116,6 +116,14 @@ impl std::fmt::Display for Unreadable {
 
 impl std::error::Error for Unreadable {}
 
+/// Finds out whether the area has a file system whose places this program knows.
+///
+/// # Errors
+/// It has none, or one of another version.
+pub(crate) fn expect_known(area: &Area) -> Result<(), Unreadable> {
+    raw::Layout::read(area).map(drop)
+}
+
 /// Facts about one inode from the stages so far.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Known {

@@ -41,6 +41,8 @@ pub struct Mounted {
 pub struct Threads {
     device: Arc<File>,
     server: Arc<Server>,
+    /// A counter: threads that found the file system over.
+    over: Arc<OwnedFd>,
     /// So many threads stay.
     keep: usize,
     idle: AtomicUsize,
@@ -187,10 +189,10 @@ impl Mounted {
         ))
     }
 
-    /// Makes the threads: `keep` of them and, while those wait, more.
-    pub fn threads(&self, server: Arc<Server>, keep: usize) -> Arc<Threads> {
+    /// Makes the threads: `keep` of them and, while those wait, more. One that finds the file system over adds to the counter `over`, and ends.
+    pub fn threads(&self, server: Arc<Server>, over: Arc<OwnedFd>, keep: usize) -> Arc<Threads> {
         let (idle, more) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-        Arc::new(Threads { device: Arc::clone(&self.device), server, keep, idle, more })
+        Arc::new(Threads { device: Arc::clone(&self.device), server, over, keep, idle, more })
     }
 
     /// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused.
@@ -279,7 +281,12 @@ impl Threads {
             if idle == 0 {
                 self.start_another();
             }
-            if !answer(device, &self.server, &buf[..len])? {
+            let goes_on = answer(device, &self.server, &buf[..len]);
+            if is_over(&self.server) {
+                tell(&self.over);
+                return Ok(());
+            }
+            if !goes_on? {
                 return Ok(());
             }
         }
@@ -331,7 +338,20 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
             server.answer(&header, body)
         }
     };
+    // What was read or written in lost memory is in no file.
+    let answer = if server.fs.area().is_lost() { Err(Errno::IO) } else { answer };
     told_of_end(send(device, header.unique, &answer))
+}
+
+/// Returns whether this process can't use the file system any more: its memory is lost, or its member was declared dead.
+pub fn is_over(server: &Server) -> bool {
+    server.fs.area().is_lost() || server.fs.area().is_expelled()
+}
+
+/// Adds to a counter on which another thread waits.
+pub fn tell(counter: &OwnedFd) {
+    // One that is full wakes that thread, too.
+    let _full = rustix::io::write(counter, &1u64.to_ne_bytes());
 }
 
 /// Returns whether the mount goes on after an answer was sent.
@@ -396,7 +416,24 @@ fn send_zone(device: &File, unique: u64, pieces: &[Piece]) -> io::Result<()> {
     }
     // SAFETY: every part is readable memory for the length it says: the header, the copy, zeros, or the zone's mapping.
     let ret = unsafe { libc::writev(device.as_raw_fd(), parts.as_ptr(), parts.len() as libc::c_int) };
-    if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if ret >= 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() == Some(libc::EFAULT) {
+        touch(pieces);
+    }
+    Err(error)
+}
+
+/// Loads from each page of the pieces. A kernel that misses one of them answers EFAULT; a load then marks the memory as lost.
+fn touch(pieces: &[Piece]) {
+    for piece in pieces.iter().filter(|piece| !piece.from.is_null()) {
+        for at in (0..piece.len).step_by(4096).chain([piece.len.saturating_sub(1)]) {
+            // SAFETY: within the piece, which lies in the zone's mapping; the value is not used.
+            unsafe { piece.from.add(at).read_volatile() };
+        }
+    }
 }
 
 /// Signals that end a mount, as a descriptor to wait on. Blocks them in the calling thread: call before any thread starts.

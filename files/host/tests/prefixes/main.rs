@@ -379,6 +379,37 @@ fn a_half_done_write_behind_the_end_shows_in_no_growth() {
     }
 }
 
+/// After a death at any store of a write or a punch, the blocks that a fallocate had put behind the end are there.
+#[test]
+fn a_death_in_a_write_or_a_punch_takes_no_block_that_was_preallocated() {
+    for persistent in [false, true] {
+        let mut s = Sweep::new(4, persistent, |fs| {
+            let ahead = create(fs, ROOT, "ahead", REG);
+            fs.fallocate(ahead, sys::TFS_FALLOC_KEEP_SIZE, 4 * BLOCK, 4 * BLOCK).expect("fallocate");
+        });
+        let ahead = find(s.worker(), "ahead");
+        let check = |world: &World| {
+            let fs = world.open(0)?;
+            fs.recover_all().map_err(|e| format!("recovery: {e}"))?;
+            let there = fs.map(ahead, 4, 4).map_err(|e| format!("blocks: {e}"))?;
+            let size = fs.size(ahead);
+            let behind = fs.map(ahead, 8, 4).map_err(|e| format!("blocks: {e}"))?;
+            fs.abandon();
+            if there.block == 0 || there.count < 4 {
+                return Err(format!("preallocated blocks are gone: {there:?}"));
+            }
+            if size < 9 * BLOCK && behind.block != 0 {
+                return Err("a write that did not return has left blocks".into());
+            }
+            world.check().map(|_| ())
+        };
+        let punch = sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE;
+        s.each_death(|fs| fs.fallocate(ahead, punch, 0, BLOCK).expect("punch"), check);
+        s.each_death(|fs| write(fs, ahead, 3, BLOCK, 0), check);
+        s.each_death(|fs| write(fs, ahead, 3, 2 * BLOCK, 7 * BLOCK), check);
+    }
+}
+
 /// After a death at any store of a write or a truncation, a file's block count is that of its blocks.
 #[test]
 fn a_death_leaves_no_wrong_block_count() {
