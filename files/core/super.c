@@ -31,6 +31,7 @@ static void use_layout(struct tfs *fs, void *area, const struct layout *l)
 	fs->member_start = l->member_start;
 	fs->map_start = l->map_start;
 	fs->data_start = l->data_start;
+	fs->state_epoch = NULL;
 }
 
 static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
@@ -196,6 +197,8 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->members = members;
 	fs->member = member;
 	fs->epoch = epoch;
+	fs->state_epoch = members && !fs->read_only ? &members[member].state_epoch : NULL;
+	fs->active = tmb_state_epoch(TMB_MEMBER_ACTIVE, epoch);
 	/* Members start at different places, so that they seldom meet on a word of the map or a record of the inode table. */
 	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
 	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;

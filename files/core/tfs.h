@@ -49,6 +49,8 @@ struct tfs {
 	struct tmb_member *members; /* the zone's member table, 64 slots; NULL: alone (mkfs, fsck, unit tests) */
 	tmb_u32 member;	  /* own id */
 	tmb_u32 epoch;	  /* own epoch */
+	const tmb_u64 *state_epoch; /* in its slot, if it may write; NULL: read-only, or alone */
+	tmb_u64 active;	  /* what is there until it leaves or is declared dead */
 	struct tfs_handle root; /* the member's root directory */
 	bool read_only;
 	bool persistent; /* TFS_RO_COMPAT_PERSISTENT */

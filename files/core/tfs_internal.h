@@ -268,7 +268,7 @@ static inline bool tfs_fenced(struct tfs *fs)
 /* The same of a member that may write. Others wait for its readers no longer, and its slot, with all bits and counters of the slot, may be another's. */
 static inline bool tfs_expelled(struct tfs *fs)
 {
-	return !fs->read_only && tfs_fenced(fs);
+	return fs->state_epoch && tmb_load(fs->state_epoch) != fs->active;
 }
 
 /* reuse.c: which members may still look at blocks that were unlinked from an inode; each a bit per member */
