@@ -82,7 +82,7 @@ static const char *source =
 	"}\n"
 	/*
 	 * Memory in MiB that was private and may then only be read; private memory, as far as it is promised; shared memory; bytes of a file; files; KiB in
-	 * sockets; processes.
+	 * sockets; processes; signals under way.
 	 */
 	"kernel void fill(global char *path, global long *results)\n"
 	"{\n"
@@ -118,6 +118,11 @@ static const char *source =
 	"			for (long sent; (sent = sc(44, pair[i], (long)name, sizeof(name), 0x40, 0, 0)) > 0;)\n"
 	"				n += sent;\n"
 	"	results[4] = n >> 10;\n"
+	"	long blocked = 1L << 39;\n"
+	"	sc(14, 0, (long)&blocked, 0, 8, 0, 0);\n"
+	"	for (n = 0; n < 1 << 20 && sc(234, 1, sc(186, 0, 0, 0, 0, 0, 0), 40, 0, 0, 0) == 0;)\n"
+	"		n++;\n"
+	"	results[7] = n;\n"
 	"	n = 0;\n"
 	"	while (n < 65536 && child(0) > 0)\n"
 	"		n++;\n"
@@ -707,8 +712,8 @@ int main(int n, char **v)
 		char path[16] = "/tmp/fill";
 
 		e = run("fill", 2, (void *[]){ path, results }, (size_t[]){ sizeof(path), sizeof(results) }, 0);
-		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\nMiB to read: %ld\n", results[0], results[1],
-		       results[2], results[3], results[4], results[5], results[6]);
+		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\nMiB to read: %ld\nsignals: %ld\n", results[0], results[1],
+		       results[2], results[3], results[4], results[5], results[6], results[7]);
 	} else if (!strcmp(v[1], "pass") && n > 2) {
 		return pass(v[2]);
 	} else if (!strcmp(v[1], "crash") || !strcmp(v[1], "old")) {

@@ -137,7 +137,9 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     signals::keep_ended_children();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     scratch::remove_left();
-    let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref())?;
+    let channels = config.vms.iter().map(|vm| vm.channels).chain(config.guests.iter().map(|vm| vm.channels));
+    let places = config.clients + channels.map(|n| n as usize).sum::<usize>();
+    let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref(), places)?;
     if let Some(cgroup) = confinement.cgroup().cloned() {
         signals::before_the_end(move || cgroup.end()).context("signals")?;
     }

@@ -9,7 +9,7 @@ use crate::tenants::{Guest, Pause, Tenant, Tenants};
 use crate::wall::Wall;
 use crate::wall::cgroup::{self, Delegated, Group};
 use crate::wall::identity::Identity;
-use crate::wall::limits::WORKING;
+use crate::wall::limits::{self, WORKING};
 use crate::wall::spawn::{self, Process, Start};
 use crate::{scratch, worker};
 use anyhow::{Context, anyhow, bail};
@@ -86,8 +86,8 @@ impl Confinement {
     }
 
     /// Tries on a worker without a client whether workers can be confined here. `unconfined`: nothing is tried. `folder`: a control group to
-    /// divide between tenants; none: one that can be found, and without any each process has its limits alone.
-    pub fn tried(unconfined: bool, folder: Option<&Path>) -> anyhow::Result<Confinement> {
+    /// divide between tenants; none: one that can be found, and without any each process has its limits alone. `places`: for so many workers.
+    pub fn tried(unconfined: bool, folder: Option<&Path>, places: usize) -> anyhow::Result<Confinement> {
         let cgroup = match folder {
             Some(folder) => {
                 Some(Delegated::at(folder).with_context(|| format!("--cgroup {}", folder.display()))?)
@@ -112,7 +112,11 @@ impl Confinement {
                  group (--cgroup FOLDER), or as an ordinary user; see docs/accelerators.md, or let clients' kernels do all that this user can: --unconfined"
             );
         }
-        let confinement = Confinement { wall: Some(Wall { identity, memory: WORKING }), cgroup, way };
+        let confinement = Confinement {
+            wall: Some(Wall { identity, memory: WORKING, tasks: limits::tasks(places) }),
+            cgroup,
+            way,
+        };
         confinement.try_it().map_err(|why| {
             anyhow!(
                 "workers can't be confined here: {why:#}; see docs/accelerators.md, \

@@ -4,8 +4,13 @@
 
 use anyhow::Context;
 
-/// Threads and processes of a worker: those that wait inside the driver, the driver's own, the linker's.
+/// Threads and processes of a worker at most: those that wait inside the driver, the driver's own, the linker's.
 pub const TASKS: u64 = 1024;
+/// Threads and processes that a worker may have however few the host has, beside one of the driver for each processor: each wait of its client may take one.
+pub const FEWEST_TASKS: u64 = 256;
+/// Signals under way, and timers. The kernel counts those of a user together, and the timers by which a server that isn't root's ends long waits are the same
+/// user's (tombolo_brief): all workers together may have fewer than a user has by default.
+pub const SIGNALS: u64 = 32;
 /// Descriptors of each process.
 const DESCRIPTORS: u64 = 1024;
 /// Bytes of each process's first stack, which the limit of private memory doesn't count.
@@ -24,6 +29,28 @@ const ARENA: u64 = 64 << 20;
 /// Bytes of addresses beside those that a loaded driver has, and beside those of private memory: what is mapped of libraries and compiled kernels, and
 /// what malloc has reserved for arenas.
 pub const SPARE_ADDRESSES: u64 = (1 << 30) + ARENAS * ARENA;
+
+/// The tasks that each worker of a server with so many places may have, so that all of them together take no more than half of those that the server's user, and
+/// the host, may have; but [`FEWEST_TASKS`] and one for each processor.
+pub fn tasks(places: usize) -> u64 {
+    let of_host = |name: &str| {
+        let text = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).ok();
+        text.and_then(|text| text.trim().parse::<u64>().ok()).unwrap_or(u64::MAX)
+    };
+    // SAFETY: plain integers, for which zeroes are values, which live during the call.
+    let of_user = unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_NPROC, &mut limit) < 0 { u64::MAX } else { limit.rlim_max }
+    };
+    let processors = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    share(of_user.min(of_host("threads-max")).min(of_host("pid_max")), places, processors)
+}
+
+/// Of so many tasks on so many processors, as many as one of these places may have.
+fn share(tasks: u64, places: usize, processors: u64) -> u64 {
+    let fewest = FEWEST_TASKS.saturating_add(processors).min(TASKS);
+    (tasks / 2 / (places as u64).max(1)).clamp(fewest, TASKS)
+}
 
 fn limit(resource: libc::__rlimit_resource_t, value: u64) -> anyhow::Result<()> {
     // SAFETY: plain integers, for which zeroes are values.
@@ -83,14 +110,30 @@ pub fn first_to_go() -> anyhow::Result<()> {
 }
 
 /// Sets all of them, for good; `memory` in bytes.
-pub fn set(memory: u64) -> anyhow::Result<()> {
+pub fn set(memory: u64, tasks: u64) -> anyhow::Result<()> {
     few_arenas();
     no_core_dump()?;
-    limit(libc::RLIMIT_NPROC, TASKS)?;
+    limit(libc::RLIMIT_NPROC, tasks)?;
     limit(libc::RLIMIT_NOFILE, DESCRIPTORS)?;
     limit(libc::RLIMIT_DATA, memory)?;
     limit(libc::RLIMIT_STACK, STACK)?;
     limit(libc::RLIMIT_MEMLOCK, LOCKED)?;
-    limit(libc::RLIMIT_SIGPENDING, TASKS)?;
+    limit(libc::RLIMIT_SIGPENDING, SIGNALS)?;
     limit(libc::RLIMIT_MSGQUEUE, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_together_have_half_of_the_tasks_of_their_user_and_host_and_each_has_enough() {
+        // A host with 4 million process numbers; one with 32768; a small one; one without; and one with more processors than that.
+        assert_eq!(share(1 << 22, 64, 8), TASKS);
+        assert_eq!(share(1 << 15, 32, 8), 512);
+        assert_eq!(share(1 << 15, 64, 8), FEWEST_TASKS + 8);
+        assert_eq!(share(0, 0, 8), FEWEST_TASKS + 8);
+        assert_eq!(share(0, 64, 4096), TASKS);
+        assert!((FEWEST_TASKS..=TASKS).contains(&tasks(64)));
+    }
 }

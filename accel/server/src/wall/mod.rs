@@ -44,6 +44,8 @@ pub struct Wall {
     pub identity: Identity,
     /// Bytes of private memory of each of its processes.
     pub memory: u64,
+    /// Its threads and processes.
+    pub tasks: u64,
 }
 
 impl Wall {
@@ -66,7 +68,7 @@ impl Wall {
         limits::first_to_go()?;
         let groups = view::enter().context("a file system of its own (mount namespace)")?;
         let null = view::null().context("/dev/null")?;
-        limits::set(self.memory).context("limits")?;
+        limits::set(self.memory, self.tasks).context("limits")?;
         rules::set().context("Landlock")?;
         identity::become_nobody(uid, &groups).context("a user without capabilities")?;
         Ok(null)
@@ -152,7 +154,8 @@ mod tests {
             all_that_libraries_do();
             return;
         }
-        let wall = Wall { identity: Identity::here().expect("/proc"), memory: limits::WORKING };
+        let identity = Identity::here().expect("/proc");
+        let wall = Wall { identity, memory: limits::WORKING, tasks: limits::tasks(1) };
         let told = serde_json::to_string(&wall).expect("JSON");
         // The thread that starts it has to live as long: this one.
         let name = "wall::tests::libraries_get_errors_behind_the_wall_and_nobody_is_killed";
