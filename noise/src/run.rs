@@ -221,6 +221,20 @@ mod tests {
     }
 
     #[test]
+    fn a_collector_that_is_told_to_end_stops_in_order() {
+        let mut measurement = measurement(None);
+        measurement.seconds = 600.0;
+        let collector = Collector::start(&measurement.arguments()).unwrap();
+        let process = collector.child.id();
+        // It has its name once it has its handler.
+        while std::fs::read_to_string(format!("/proc/{process}/comm")).unwrap().trim() != "tombolo-noise" {}
+        let process = rustix::process::Pid::from_raw(i32::try_from(process).unwrap()).unwrap();
+        rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+        let error = format!("{:#}", collector.finish().unwrap_err());
+        assert!(error.contains("SIGTERM has come"), "{error}");
+    }
+
+    #[test]
     fn a_collector_whose_starter_is_gone_ends() {
         let mut measurement = measurement(None);
         measurement.seconds = 600.0;

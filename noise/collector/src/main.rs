@@ -30,7 +30,7 @@ use clock::Moment;
 use quanta::{Plan, Record};
 use tracefs::Instance;
 
-/// Set when the standard input has ended: measurements end at their next quantum.
+/// Set when the standard input has ended, or SIGTERM has come: measurements end at their next quantum.
 static STOP: AtomicBool = AtomicBool::new(false);
 /// How long the frequency of the time-stamp counter, and then the length of a unit, is measured before the first phase.
 const CALIBRATION: Duration = Duration::from_millis(50);
@@ -81,6 +81,9 @@ fn main() -> ExitCode {
 
 fn run() -> Result<(), String> {
     let options = options()?;
+    if !options.watch {
+        system::on_term(stop);
+    }
     system::name_thread(c"tombolo-noise").map_err(|e| format!("the process can't be named: {e}"))?;
     let cpus = cpus::choose(options.cpus.as_deref())?;
     let (sender, ended) = channel();
@@ -108,6 +111,11 @@ fn run() -> Result<(), String> {
         output::trace(&mut out, instance)?;
     }
     output::end(&mut out).and_then(|()| out.flush()).map_err(written)
+}
+
+/// Ends a measurement in order when the process is told to end, as the guest agent does where the one who measures was killed.
+extern "C" fn stop(_: std::ffi::c_int) {
+    STOP.store(true, Ordering::Relaxed);
 }
 
 /// Tells of the end of the standard input, and stops the measurement then.
@@ -185,7 +193,7 @@ fn measure(
         _ => None,
     };
     if STOP.load(Ordering::Relaxed) {
-        return Err("stopped: the standard input has ended".into());
+        return Err("stopped: the standard input has ended, or SIGTERM has come".into());
     }
     output::line(out, &format!("clock {}", begin.frequency(Moment::now())))?;
     if let Some(cost) = event_cost {

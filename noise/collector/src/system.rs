@@ -18,6 +18,8 @@ const MS_REC_PRIVATE: c_ulong = (1 << 14) | (1 << 18);
 const PROT_READ_WRITE: c_int = 3;
 /// `MAP_PRIVATE | MAP_ANONYMOUS`.
 const MAP_PRIVATE_ANONYMOUS: c_int = 0x22;
+/// `SIGTERM`.
+const SIGTERM: c_int = 15;
 /// Bytes of a page.
 const PAGE: usize = 4096;
 /// Words of 64 CPUs in a mask of the kernel's.
@@ -30,6 +32,7 @@ unsafe extern "C" {
     fn prctl(option: c_int, ...) -> c_int;
     fn unshare(flags: c_int) -> c_int;
     fn gettid() -> c_int;
+    fn signal(number: c_int, handler: extern "C" fn(c_int)) -> usize;
     fn sched_getcpu() -> c_int;
     fn mmap(
         address: *mut c_void,
@@ -62,6 +65,12 @@ pub fn bind(cpus: &[u32]) -> Result<(), String> {
     // SAFETY: the kernel reads as many bytes of the mask as it is told.
     result(unsafe { sched_setaffinity(0, size_of_val(&mask[..]), mask.as_ptr()) })
         .map_err(|e| format!("a thread can't be bound to the CPUs {cpus:?}: {e}"))
+}
+
+/// Has `handler` run when the process is told to end. It may do only what a signal's handler may.
+pub fn on_term(handler: extern "C" fn(c_int)) {
+    // SAFETY: the handler lives as long as the program. Only a wrong signal's number fails.
+    unsafe { signal(SIGTERM, handler) };
 }
 
 /// The calling thread's number.

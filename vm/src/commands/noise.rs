@@ -30,7 +30,8 @@ const HOST: &str = "host";
 /// Why the clocks of an emulated VM are not joined.
 const EMULATED: &str = "the VM is emulated, and only KVM tells a guest's TSC offset, so what the host did is not joined with the guest's gaps; \
                         use KVM where this host has it";
-/// Puts the program of $1 bytes that its input begins with where programs may be run, and becomes it. It stops when the input ends.
+/// Puts the program of $1 bytes that its input begins with where programs may be run, and becomes it. It stops when the input ends. The file is gone
+/// before the program runs, and also where the shell is ended (TERM) while it writes the file.
 const SCRIPT: &str = r#"size=$1; shift
 for folder in /run /dev/shm /tmp /var/tmp; do
 	program=$folder/.tombolo-noise-$$
@@ -40,8 +41,9 @@ for folder in /run /dev/shm /tmp /var/tmp; do
 done
 [ "$program" ] || { echo "no folder for a program: /run, /dev/shm, /tmp and /var/tmp can't be written, or are mounted noexec" >&2; exit 1; }
 trap 'rm -f "$program"' EXIT
+trap 'exit 143' HUP INT TERM
 head -c "$size" >"$program" || exit
-"$program" "$@""#;
+exec 3<"$program" && rm -f "$program" && exec /proc/self/fd/3 "$@""#;
 /// Bytes of the program that are sent at once.
 const CHUNK: usize = 256 << 10;
 /// The longest output of a guest's collector.
@@ -275,17 +277,22 @@ mod tests {
 
     #[test]
     fn the_guests_script_runs_a_program_from_its_input_and_leaves_nothing() {
-        use std::io::Write;
+        use std::io::{BufRead, BufReader, Write};
         use std::process::{Command, Stdio};
-        let program = "#!/bin/sh\necho \"$0 $*\"\n";
+        let program = "#!/bin/sh\necho \"$*\"\nread -r end\n";
         let mut command = Command::new("/bin/sh");
         command.args(["-c", SCRIPT, "x", &program.len().to_string(), "--watch", "a b"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        child.stdin.take().unwrap().write_all(program.as_bytes()).unwrap();
-        let output = child.wait_with_output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        let (path, words) = said.trim().split_once(' ').unwrap();
-        assert_eq!(words, "--watch a b");
-        assert!(!Path::new(path).exists(), "{path}");
+        let mut input = child.stdin.take().unwrap();
+        input.write_all(program.as_bytes()).unwrap();
+        let mut said = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut said).unwrap();
+        assert_eq!(said, "--watch a b\n");
+        // While it runs, too.
+        let files = ["/run", "/dev/shm", "/tmp", "/var/tmp"]
+            .map(|folder| format!("{folder}/.tombolo-noise-{}", child.id()));
+        assert!(files.iter().all(|file| !Path::new(file).exists()), "{files:?}");
+        drop(input);
+        child.wait().unwrap();
     }
 }

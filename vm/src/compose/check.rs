@@ -116,11 +116,16 @@ fn check_placement(compose: &Compose, name: &str, vm: &VmSpec) -> Result<(), Wro
     ensure(vm.topology.is_some() || vm.pages == Pages::Auto, "pages", || {
         format!("vm.{name}.pages needs topology = \"close\" or another part")
     })?;
-    ensure(vm.topology.is_none() || vm.start != Some(StartKind::Fast), "start", || {
-        format!(
-            "vm.{name}.start: memory that is bound to nodes is there at the start; leave out start or topology"
-        )
-    })
+    for (grows, key) in
+        [(vm.start == Some(StartKind::Fast), "start"), (vm.boot_memory.is_some(), "boot_memory")]
+    {
+        ensure(vm.topology.is_none() || !grows, key, || {
+            format!(
+                "vm.{name}.{key}: memory that is bound to nodes is there at the start; leave out {key} or topology"
+            )
+        })?;
+    }
+    Ok(())
 }
 
 fn check_limits(name: &str, vm: &VmSpec) -> Result<(), Wrong> {

@@ -71,6 +71,11 @@ fn a_part_of_the_host_is_named_with_what_it_excludes() {
     assert!(error("[vm.a]\npages = \"1G\"\n").contains(":2: vm.a.pages needs topology"));
     let e = error("[vm.a]\ntopology = \"host\"\nstart = \"fast\"\n");
     assert!(e.contains(":3: vm.a.start: memory that is bound"), "{e}");
+    let e = error("[vm.a]\ntopology = \"close\"\nboot_memory = \"512M\"\n");
+    assert!(
+        e.contains(":3: vm.a.boot_memory: memory that is bound") && e.contains("leave out boot_memory"),
+        "{e}"
+    );
 }
 
 #[test]
