@@ -151,13 +151,13 @@ fn a_vm_that_ends_loses_its_epoch_and_keeps_its_slot() {
     assert_eq!(invited.state, MemberState::Invited);
     for _ in 0..2 {
         let vm = Vm::start(&socket);
-        place.until("the server does not hold the VM alive", || place.member("a").unwrap().alive);
+        place.until("the server does not hold the VM alive", || place.member("a").is_some_and(|m| m.alive));
         // The guest's kernel does this.
         let epoch = Zone::open(place.zone(), true).unwrap().activate(invited.id).unwrap();
         drop(vm);
+        // Its slot is empty for a moment, before it is kept for its next start.
         place.until("the VM was not declared dead", || {
-            let member = place.member("a").unwrap();
-            member.state == MemberState::Invited && member.epoch > epoch && !member.alive
+            place.member("a").is_some_and(|m| m.state == MemberState::Invited && m.epoch > epoch && !m.alive)
         });
         assert_eq!(place.member("a").unwrap().id, invited.id);
     }
@@ -195,7 +195,7 @@ fn a_server_that_dies_makes_no_vm_dead() {
     let place = Place::new();
     let socket = place.invite("a", &[]);
     let vm = Vm::start(&socket);
-    place.until("the VM is not noticed", || place.member("a").unwrap().alive);
+    place.until("the VM is not noticed", || place.member("a").is_some_and(|m| m.alive));
     // Its record was there before it was seen alive.
     assert!(socket.with_file_name("a.vm").is_file(), "{}", socket.display());
     kill(place.server().unwrap());
@@ -208,7 +208,7 @@ fn a_server_that_dies_makes_no_vm_dead() {
     drop(vm);
     assert_eq!(place.invite("a", &[]), socket);
     let _again = Vm::start(&socket);
-    place.until("the VM is not noticed by the new server", || place.member("a").unwrap().alive);
+    place.until("the VM is not noticed by the new server", || place.member("a").is_some_and(|m| m.alive));
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn a_second_process_does_not_become_the_vm_and_does_not_end_it() {
     let place = Place::new();
     let socket = place.invite("a", &[]);
     let _vm = Vm::start(&socket);
-    place.until("the VM is not noticed", || place.member("a").unwrap().alive);
+    place.until("the VM is not noticed", || place.member("a").is_some_and(|m| m.alive));
     let peer = place.member("a").unwrap().doorbell;
     let script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\nprint(len(s.recv(8)))";
     let second = Command::new("python3").args(["-c", script]).arg(&socket).output().unwrap();
@@ -236,7 +236,7 @@ fn what_can_not_be_said_what_and_what_to_do() {
     assert!(said.contains("without '/'"), "{said}");
     let socket = place.invite("a", &[]);
     let vm = Vm::start(&socket);
-    place.until("the VM is not noticed", || place.member("a").unwrap().alive);
+    place.until("the VM is not noticed", || place.member("a").is_some_and(|m| m.alive));
     let said = place.bad(&["zone", "expel", "own.zone", "a"]);
     assert!(said.contains("lives") && said.contains("stop it first"), "{said}");
     let said = place.bad(&["zone", "invite", "own.zone", "a", "--read-only"]);

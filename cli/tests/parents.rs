@@ -7,6 +7,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
+
 use common::stand_in::{fake, lab, number, said, until};
 use common::{Lab, signal};
 
@@ -186,8 +189,11 @@ fn a_session_that_ends_with_all_its_processes_gives_guests_their_time() {
     let processes = [number(&lab.ps()["vms"][0]["pid"]), number(&ps["supervisor"])];
     // As systemd ends a session: SIGTERM to each of its processes, and SIGHUP to shells.
     for process in processes {
-        signal(process, "TERM");
-        signal(process, "HUP");
+        for signal in [Signal::TERM, Signal::HUP] {
+            let sent = kill_process(Pid::from_raw(process as i32).unwrap(), signal);
+            // What came before may have ended it already.
+            assert!(matches!(sent, Ok(()) | Err(Errno::SRCH)), "{sent:?}");
+        }
     }
     let mut rest = String::new();
     told.read_to_string(&mut rest).unwrap();
