@@ -712,8 +712,8 @@ int main(int n, char **v)
 		char path[16] = "/tmp/fill";
 
 		e = run("fill", 2, (void *[]){ path, results }, (size_t[]){ sizeof(path), sizeof(results) }, 0);
-		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\nMiB to read: %ld\nsignals: %ld\n", results[0], results[1],
-		       results[2], results[3], results[4], results[5], results[6], results[7]);
+		printf("private MiB: %ld\nshared: %ld\nfile MiB: %ld\nfiles: %ld\nKiB in sockets: %ld\nprocesses: %ld\nMiB to read: %ld\nsignals: %ld\n",
+		       results[0], results[1], results[2], results[3], results[4], results[5], results[6], results[7]);
 	} else if (!strcmp(v[1], "pass") && n > 2) {
 		return pass(v[2]);
 	} else if (!strcmp(v[1], "crash") || !strcmp(v[1], "old")) {

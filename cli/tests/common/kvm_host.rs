@@ -100,6 +100,15 @@ impl Lab {
 
 impl Drop for Lab {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            // They go with the lab, which may have ended by itself.
+            for log in ["emulator.log", "console.log"] {
+                let text = std::fs::read(self.folder.join(log)).unwrap_or_default();
+                let text = String::from_utf8_lossy(&text);
+                let first = text.lines().count().saturating_sub(30);
+                text.lines().skip(first).for_each(|line| eprintln!("{log}: {line}"));
+            }
+        }
         let status = Command::new(TOMBOLO).args(["lab", "down", "--name", &self.name]).status();
         assert!(std::thread::panicking() || status.is_ok_and(|s| s.success()));
     }
