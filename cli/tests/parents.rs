@@ -191,7 +191,7 @@ fn a_session_that_ends_with_all_its_processes_gives_guests_their_time() {
     for process in processes {
         for signal in [Signal::TERM, Signal::HUP] {
             let sent = kill_process(Pid::from_raw(process as i32).unwrap(), signal);
-            // What came before may have ended it already.
+            // An earlier signal may have ended the process.
             assert!(matches!(sent, Ok(()) | Err(Errno::SRCH)), "{sent:?}");
         }
     }

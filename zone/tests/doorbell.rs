@@ -411,7 +411,7 @@ fn files_that_a_member_passes_along_and_whose_end_takes_hours_hold_up_no_other_m
     );
     assert!(bench.server.ring(b_bell.peer()).unwrap());
     b_rings.recv_timeout(LONG).unwrap();
-    // What is not read ends with the server.
+    // The server ends without reading these messages.
     let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
     let last = [connect(), knock()];
     last.iter().for_each(&mut pass);

@@ -122,7 +122,7 @@ pub struct Server {
     of_peer: usize,
     seldom: Seldom,
     draining: AtomicBool,
-    /// Set when no client can connect any more, and whoever wanted that has its answer.
+    /// Set when no client can connect any more and the command to drain was answered.
     closed: AtomicBool,
     /// The thread that waits until `closed` is set.
     main: Thread,
@@ -338,7 +338,7 @@ impl Server {
         say!("tombolo accel: draining: {} clients are left", self.tenants.status().len());
     }
 
-    /// If the server takes no clients any more, lets [`serve`] end when the last one has gone. Called when whoever wanted that has its answer.
+    /// Lets [`serve`] end with the last client if the server was drained. Called when the command to drain was answered.
     pub fn end_if_drained(&self) {
         if self.draining.load(Ordering::SeqCst) {
             self.closed.store(true, Ordering::SeqCst);

@@ -1337,7 +1337,7 @@ fn a_mount_of_a_file_system_of_another_version_is_refused_and_changes_nothing_in
     let version = std::mem::offset_of!(tombolo_files::sys::tfs_super, version) as u64;
     let next = area.word(version).expect("a word") + 1;
     assert!(area.store_word(version, next));
-    // What another version may have where this one has its members' areas.
+    // Another version may keep other data where this one keeps its members' areas.
     assert!((4096..(4 << 20)).step_by(8).all(|at| area.store_word(at, 0x1234_5678)));
     let bytes = || {
         let mut copy = vec![0; area.size() as usize];

@@ -338,7 +338,7 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
             server.answer(&header, body)
         }
     };
-    // What was read or written in lost memory is in no file.
+    // A request that met lost memory has read or written no file.
     let answer = if server.fs.area().is_lost() { Err(Errno::IO) } else { answer };
     told_of_end(send(device, header.unique, &answer))
 }

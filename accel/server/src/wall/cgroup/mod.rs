@@ -224,7 +224,7 @@ impl Delegated {
         self.can_idle
     }
 
-    /// Makes the group anew where somebody has removed it: an administrator can while it has no clients.
+    /// Makes the group anew if an administrator has removed it, which works while the server has no clients.
     fn restore(&self) -> anyhow::Result<()> {
         let Own { folder, made: lock } = &*self.own;
         match lock {
