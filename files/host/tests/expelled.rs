@@ -48,6 +48,20 @@ impl Zone {
     }
 }
 
+/// A zone with two members, of which the second one is to be expelled, and a file.
+fn stage() -> (Zone, Filesystem, Filesystem, Handle) {
+    let zone = Zone::new();
+    let (other, expelled) = (zone.join(0, 1), zone.join(1, 1));
+    let file = file(&other, "file");
+    (zone, other, expelled, file)
+}
+
+/// The members end, and the file system is clean then.
+fn end(zone: &Zone, members: [Filesystem; 3]) {
+    drop(members);
+    fsck::expect_clean(&zone.area, &mut |_, _, _| {}).expect("clean");
+}
+
 fn file(fs: &Filesystem, name: &str) -> Handle {
     let made = fs.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFREG | 0o644)).expect("create");
     fs.pwrite(made, name.as_bytes(), 0, false).expect("write");
@@ -56,14 +70,11 @@ fn file(fs: &Filesystem, name: &str) -> Handle {
 
 #[test]
 fn the_close_of_an_expelled_member_takes_no_file_from_its_successor() {
-    let zone = Zone::new();
-    let other = zone.join(0, 1);
-    let expelled = zone.join(1, 1);
-    let open = file(&other, "open");
+    let (zone, other, expelled, open) = stage();
     expelled.open_ref(open).expect("open");
     let successor = zone.replace(1, 1, &other);
     successor.open_ref(open).expect("open");
-    other.unlink(ROOT, b"open", None).expect("unlink");
+    other.unlink(ROOT, b"file", None).expect("unlink");
     // Its answer has no reader: it is the close of a mount that ends.
     let _ = expelled.close_ref(open);
     // A recovery frees each file that has neither name nor opener.
@@ -72,19 +83,15 @@ fn the_close_of_an_expelled_member_takes_no_file_from_its_successor() {
     other.recover_all().expect("a recovery");
     let mut back = [0; 4];
     assert_eq!(successor.pread(open, &mut back, 0), Ok(4), "a file that it has open");
-    assert_eq!(&back, b"open");
+    assert_eq!(&back, b"file");
     successor.close_ref(open).expect("close");
     assert_eq!(successor.pread(open, &mut back, 0), Err(Errno::STALE), "the last close frees it");
-    drop((expelled, successor, other));
-    fsck::expect_clean(&zone.area, &mut |_, _, _| {}).expect("clean");
+    end(&zone, [expelled, successor, other]);
 }
 
 #[test]
 fn whatever_an_expelled_member_asks_for_it_is_told_that_it_is_over() {
-    let zone = Zone::new();
-    let other = zone.join(0, 1);
-    let expelled = zone.join(1, 1);
-    let file = file(&other, "file");
+    let (zone, other, expelled, file) = stage();
     expelled.open_ref(file).expect("open");
     let successor = zone.replace(1, 1, &other);
     assert!(expelled.area().is_expelled() && !successor.area().is_expelled());
@@ -100,17 +107,13 @@ fn whatever_an_expelled_member_asks_for_it_is_told_that_it_is_over() {
     // If its bit were set now, the file would stay as long as the successor.
     other.unlink(ROOT, b"file", None).expect("unlink");
     assert_eq!(successor.getattr(file).map(drop), Err(Errno::STALE));
-    drop((expelled, successor, other));
-    fsck::expect_clean(&zone.area, &mut |_, _, _| {}).expect("clean");
+    end(&zone, [expelled, successor, other]);
 }
 
 /// Others wait for a member's counter of revocations before they use a block again that it maps.
 #[test]
 fn an_expelled_member_does_not_let_go_for_its_successor() {
-    let zone = Zone::new();
-    let other = zone.join(0, 1);
-    let expelled = zone.join(1, 1);
-    let file = file(&other, "file");
+    let (zone, other, expelled, file) = stage();
     let successor = zone.replace(1, 1, &other);
     successor.map_ref(file).expect("it maps the file");
     std::thread::scope(|scope| {
@@ -123,6 +126,5 @@ fn an_expelled_member_does_not_let_go_for_its_successor() {
     let (deferred, holders) = other.deferred();
     assert!(deferred > 0 && holders == [1], "blocks that the successor maps: {deferred}, {holders:?}");
     successor.unmap_ref(file).expect("unmap");
-    drop((expelled, successor, other));
-    fsck::expect_clean(&zone.area, &mut |_, _, _| {}).expect("clean");
+    end(&zone, [expelled, successor, other]);
 }
