@@ -7,7 +7,7 @@ is installed, fetched once from its source distribution; each file of them is a 
 line per program: how many lines, how many of them are the program's own results, seconds; and then the counts. Exit code 0 when no line
 differs.
 """
-import argparse, collections, glob, os, re, shutil, subprocess, sys, tempfile, time
+import argparse, collections, glob, os, re, shutil, socket, subprocess, sys, tempfile, time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.abspath(os.path.join(HERE, "../.."))
@@ -16,6 +16,12 @@ LIMIT = 1500  # seconds of one run
 PYTHON = "/usr/bin/python3"  # the one that Debian's pyopencl belongs to
 OUTCOME = re.compile(r" (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)\b")
 NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def listens(path):
+    """Whether a socket is served: it has its name a moment before that."""
+    with socket.socket(socket.AF_UNIX) as s:
+        return s.connect_ex(path) == 0
 
 
 def plain(text):
@@ -125,7 +131,7 @@ def main():
     server = subprocess.Popen([o.target + "/tombolo-accel", "serve", "--listen", "unix:%s/socket" % work, "--memory", "8192"], env=native, stderr=subprocess.DEVNULL)
     same = differ = 0
     try:
-        while not os.path.exists(work + "/socket"):
+        while not listens(work + "/socket"):
             if server.poll() is not None:
                 sys.exit("the server doesn't serve")
             time.sleep(0.05)

@@ -62,8 +62,7 @@ class Shell:
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX)
-        until("no serial line %s" % path, lambda: os.path.exists(path))
-        self.socket.connect(path)
+        until("no serial line %s" % path, lambda: self.socket.connect_ex(path) == 0)
         self.socket.settimeout(TIMEOUT)
         self.text = ""
         self.commands = 0
@@ -92,6 +91,12 @@ class Shell:
         return said
 
 
+def listens(path):
+    """Whether a socket is served: it has its name a moment before that."""
+    with socket.socket(socket.AF_UNIX) as s:
+        return s.connect_ex(path) == 0
+
+
 class World:
     def __init__(self, tombolo, kit):
         self.program = tombolo
@@ -108,7 +113,7 @@ class World:
         self.tombolo("zone", "create", self.zone, "--size", "32M")
         self.tombolo("files", "mkfs", self.zone)
         self.switch = subprocess.Popen([self.program, "net", "run", "--control", self.control], stdin=subprocess.DEVNULL)
-        until("no switch", lambda: os.path.exists(self.control))
+        until("no switch", lambda: listens(self.control))
         for name, address in (("a", "10.0.0.1"), ("b", "10.0.0.2")):
             self.define(name, address)
 

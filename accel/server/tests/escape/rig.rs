@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
-use tombolo_accel_server::control::Listing;
+use tombolo_accel_server::control::{self, Listing, Request};
 use tombolo_accel_server::tenants::Status;
 use tombolo_accel_spec::common::Ping;
 use tombolo_accel_spec::opencl as wire;
@@ -133,7 +133,8 @@ impl Server {
             if let Some(status) = child.try_wait().expect("a child") {
                 panic!("the server ended with {status}: {}", said(&mut child));
             }
-            socket.exists() && control.exists()
+            // A socket has its name before it listens; the control socket is the last one.
+            control::ask::<Listing>(&control, &Request::Ls).is_ok()
         });
         Server { child, socket, tcp, control }
     }

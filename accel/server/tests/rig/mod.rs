@@ -8,7 +8,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
-use tombolo_accel_server::control::Listing;
+use tombolo_accel_server::control::{self, Listing, Request};
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Link, process};
@@ -121,8 +121,8 @@ impl Server {
             .spawn()
             .expect("the server starts");
         let begun = Instant::now();
-        // The socket's appearance says that the server listens.
-        while !(socket.exists() && control.exists()) {
+        // A socket has its name before it listens. The control socket is the last one, and who answers there has limits and threads as well.
+        while control::ask::<Listing>(&control, &Request::Ls).is_err() {
             assert!(begun.elapsed() < TIMEOUT, "the server doesn't listen");
             std::thread::sleep(Duration::from_millis(1));
         }
