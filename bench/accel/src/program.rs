@@ -2,6 +2,7 @@
 //! The server, and the program that measures (`opencl.c`), natively, forwarded, and in a VM.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -101,17 +102,17 @@ impl Place {
     /// Starts a server. Each of its workers compiles for itself, also those of older servers, which would share a folder that is named; so a program
     /// compiles before it measures, however it runs.
     pub fn serve(&self) -> Result<Server> {
-        let control = self.path("control");
         let child = Command::new(tombolo_bench_project::tombolo())
             .args(["accel", "serve", "--listen", &self.address(), "--listen", &self.tcp, "--control"])
-            .arg(&control)
+            .arg(self.path("control"))
             .env_remove("POCL_CACHE_DIR")
             .env_remove("OCL_ICD_VENDORS")
             .spawn()
             .context("the server can't be started")?;
         let mut server = Server { child };
         let begun = Instant::now();
-        while !(self.path("socket").exists() && control.exists()) {
+        // A socket has its name before it listens.
+        while UnixStream::connect(self.path("socket")).is_err() {
             ensure!(server.child.try_wait()?.is_none(), "the server ended");
             ensure!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
             std::thread::yield_now();
