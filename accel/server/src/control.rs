@@ -4,11 +4,11 @@
 //!
 //! A server that drains gives its name to its successor: its control socket moves to `NAME.draining-PID`.
 
+use crate::name::Name;
 use crate::supervisor::Server;
-use anyhow::{Context, bail};
+use anyhow::Context;
 use serde::de::DeserializeOwned;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,23 +28,10 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 const LATE: Duration = Duration::from_millis(200);
 
 /// Listens for commands.
-pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
-    if UnixStream::connect(path).is_ok() {
-        bail!("{}: a server is controlled there already; choose another --control", path.display());
-    }
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(e).with_context(|| format!("{}: the old socket can't be removed", path.display()));
-        }
-        _ => {}
-    }
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-    }
-    let listener = UnixListener::bind(path).with_context(|| path.display().to_string())?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-        .with_context(|| path.display().to_string())?;
-    Ok(listener)
+pub fn listen(path: &Path) -> anyhow::Result<(UnixListener, Name)> {
+    Name::listen(path, 0o600)?.with_context(|| {
+        format!("{}: a server is controlled there already; choose another --control", path.display())
+    })
 }
 
 /// Answers commands for ever.
