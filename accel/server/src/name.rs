@@ -70,7 +70,7 @@ fn lock(name: &Path) -> anyhow::Result<Option<Lock>> {
 }
 
 /// Returns whether a process listens at the path, one that is stopped too: a connection is not waited for.
-fn is_served(path: &Path) -> bool {
+pub fn is_served(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let connected = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
         .and_then(|socket| rustix::net::connect(&socket, &SocketAddrUnix::new(path)?));

@@ -91,6 +91,46 @@ fn who_has_connected_when_a_server_is_told_to_drain_is_answered() {
 }
 
 #[test]
+fn nothing_is_left_of_a_server_that_is_killed_while_it_drains_once_another_begins() {
+    let above = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| above.path().join(name);
+    let address = format!("unix:{}", path("s").display());
+    let begin = || {
+        let control = path("c").display().to_string();
+        let server = start(&["--listen", &address, "--control", &control], Stdio::null());
+        wait_until("it listens", || UnixStream::connect(path("c")).is_ok());
+        server
+    };
+    let entries = || {
+        let entries = std::fs::read_dir(above.path()).expect("read").flatten();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    };
+    let (mut killed, mut drains);
+    killed = begin();
+    let client = UnixStream::connect(path("s")).expect("it listens");
+    let drain = || run(Command::new(PROGRAM).args(["drain", "--control"]).arg(path("c")));
+    drain();
+    killed.kill().expect("it runs");
+    killed.wait().expect("it ends");
+    assert_eq!(entries(), [format!("c.draining-{}", killed.id())]);
+    drains = begin();
+    assert_eq!(entries(), ["c", "s"]);
+    // One that lives keeps what it has.
+    let other = UnixStream::connect(path("s")).expect("it listens");
+    drain();
+    let mut last = begin();
+    assert_eq!(entries(), ["c".to_owned(), format!("c.draining-{}", drains.id()), "s".to_owned()]);
+    drop((client, other));
+    assert!(drains.wait().expect("it ends").success());
+    assert_eq!(entries(), ["c", "s"]);
+    last.kill().expect("it runs");
+    last.wait().expect("it ends");
+}
+
+#[test]
 fn a_server_that_drains_leaves_the_sockets_of_another_that_has_its_addresses_alone() {
     let mut old = Server::start("taken", &[]);
     let by_another_name = old.control.with_extension("other");
