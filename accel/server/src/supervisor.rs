@@ -313,6 +313,7 @@ impl Server {
         });
         if let Err(e) = started {
             say!("tombolo accel: no worker could be started: {e:#}");
+            self.refuse(&socket, "the server could not start a worker for this client; its log says why");
         }
     }
 

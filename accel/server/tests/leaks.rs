@@ -240,3 +240,30 @@ fn a_server_without_descriptors_for_a_worker_says_so() {
     assert!(!output.status.success() && said.contains("ulimit -n"), "{said}");
     assert!(!said.contains("user.max_user_namespaces"), "{said}");
 }
+
+#[test]
+fn a_client_for_which_no_worker_can_be_started_is_told_so_and_others_compute_on() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_tombolo-accel")]);
+    command.env_remove("OCL_ICD_VENDORS");
+    let server = Server::run(command, "descriptors", &["--clients", "64", "--clients-per-peer", "64"]);
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "one more".into() };
+    let mut clients = Vec::new();
+    // Each takes some descriptors of the server's.
+    let why = loop {
+        match tombolo_calls::process::connect(&server.socket, &hello) {
+            Ok(link) => clients.push(Connection::new(link).expect("a connection")),
+            Err(why) => break why.to_string(),
+        }
+        assert!(clients.len() < 64, "the server has descriptors for all");
+    };
+    assert!(why.contains("could not start a worker") && clients.len() > 1, "{why}");
+    clients.iter().for_each(|client| client.call(&Ping {}, |_, _| ()).expect("an answer"));
+    clients.clear();
+    let begun = Instant::now();
+    while tombolo_calls::process::connect(&server.socket, &hello).is_err() {
+        assert!(begun.elapsed() < TIMEOUT, "no worker can be started though all have gone");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(server.end().contains("no worker could be started"));
+}

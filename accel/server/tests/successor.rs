@@ -209,3 +209,30 @@ fn a_vm_that_cannot_be_served_and_a_log_that_takes_nothing_keep_no_server_from_o
     server.wait().expect("it ends");
     std::fs::remove_dir_all(&above).expect("removed");
 }
+
+#[test]
+fn a_server_answers_commands_on_after_one_that_makes_no_sense() {
+    let server = Server::start("senseless", &[]);
+    let vm = |more: &str| format!(r#"{{"do":"vm","vm":"a","zone":"/dev/null",{more}}}"#);
+    let requests = [
+        vm(r#""channels":4294967295,"window":18446744073709551615"#),
+        vm(r#""channels":0,"window":0"#),
+        vm(r#""channels":2,"window":-1"#),
+        format!(r#"{{"do":"vm","vm":{}"#, "[".repeat(4000)),
+        r#"{"do":"ls"}"#.repeat(100),
+        "x".repeat(1 << 20),
+        r#"{"do":"#.into(),
+        String::new(),
+    ];
+    for request in requests {
+        let mut command = UnixStream::connect(&server.control).expect("it listens");
+        // It may hang up before it has read all of that.
+        let _hung_up = writeln!(command, "{request}");
+        let mut answer = String::new();
+        let read = command.read_to_string(&mut answer);
+        assert!(read.is_err() || !answer.contains("{\"ok\""), "{request:.60}: {answer}");
+        assert_eq!(server.ls()[0].pid, server.child.id(), "{request:.60}");
+    }
+    ping(&server.client());
+    server.end();
+}
