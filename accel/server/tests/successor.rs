@@ -5,6 +5,7 @@ mod rig;
 
 use rig::{Server, TIMEOUT, folder, run};
 use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -32,9 +33,13 @@ fn drain(server: &Server) {
     run(Command::new(PROGRAM).args(["drain", "--control"]).arg(&server.control));
 }
 
+fn free_port() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port")
+}
+
 /// Whether a process answers Prometheus there, and which clients it serves.
-fn figures(address: &std::net::SocketAddr) -> Option<String> {
-    let mut stream = std::net::TcpStream::connect(address).ok()?;
+fn figures(address: &SocketAddr) -> Option<String> {
+    let mut stream = TcpStream::connect(address).ok()?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").ok()?;
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
@@ -43,9 +48,8 @@ fn figures(address: &std::net::SocketAddr) -> Option<String> {
 
 #[test]
 fn the_successor_of_a_server_that_drains_begins_with_the_same_settings_as_that_metrics_and_all() {
-    let address = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr());
-    let address = address.expect("a free port");
-    let options = ["--metrics", &address.to_string(), "--listen", "tcp:127.0.0.1:0"];
+    let (address, tcp) = (free_port(), free_port());
+    let options = ["--metrics", &address.to_string(), "--listen", &format!("tcp:{tcp}")];
     let mut old = Server::start("metrics-drain", &options);
     let client = old.client();
     ping(&client);
@@ -58,6 +62,7 @@ fn the_successor_of_a_server_that_drains_begins_with_the_same_settings_as_that_m
     drop(client);
     assert!(old.child.wait().expect("it ends").success());
     ping(&new.client());
+    assert!(TcpStream::connect(tcp).is_ok());
     new.end();
 }
 
@@ -68,7 +73,8 @@ fn signal(server: &Server, signal: libc::c_int) {
 
 #[test]
 fn who_has_connected_when_a_server_is_told_to_drain_is_answered() {
-    let mut server = Server::start("waiting", &["--clients", "200"]);
+    let tcp = free_port();
+    let mut server = Server::start("waiting", &["--clients", "200", "--listen", &format!("tcp:{tcp}")]);
     // They and the command wait at its sockets together.
     signal(&server, libc::SIGSTOP);
     let connect = |path: &Path| UnixStream::connect(path).expect("it listens");
@@ -76,17 +82,21 @@ fn who_has_connected_when_a_server_is_told_to_drain_is_answered() {
     let hello = Hello { api: wire::API.into(), identity: [7; 16], name: "waits".into() };
     let mut waiting: Vec<UnixStream> = (0..60).map(|_| connect(&server.socket)).collect();
     waiting.iter_mut().for_each(|client| hello.send(client).expect("sent"));
+    let mut by_tcp: Vec<TcpStream> = (0..60).map(|_| TcpStream::connect(tcp).expect("it listens")).collect();
+    by_tcp.iter_mut().for_each(|client| hello.send(client).expect("sent"));
     let mut command = connect(&server.control);
     command.write_all(b"{\"do\":\"drain\"}\n").expect("sent");
     signal(&server, libc::SIGCONT);
-    for client in &mut waiting {
-        let why = welcomed(client).expect_err("it is of another build").to_string();
+    let answers = waiting.iter_mut().map(welcomed).chain(by_tcp.iter_mut().map(welcomed));
+    for answer in answers {
+        let why = answer.expect_err("it is of another build").to_string();
         assert!(why.contains("different declarations"), "{why}");
     }
     let mut answer = String::new();
     command.read_to_string(&mut answer).expect("an answer");
     assert!(answer.contains("ok"), "{answer}");
     assert!(UnixStream::connect(&server.socket).is_err(), "its address is free");
+    assert!(TcpListener::bind(tcp).is_ok(), "its address is free");
     assert!(server.child.wait().expect("it ends").success());
 }
 
