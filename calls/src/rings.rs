@@ -13,7 +13,8 @@ const PAGE: u64 = 4096;
 
 /// Bytes of both rings and the window.
 pub(crate) fn total(geometry: Geometry) -> u64 {
-    2 * (RING_HEADER.next_multiple_of(PAGE) + geometry.ring) + geometry.window
+    let ring = RING_HEADER.next_multiple_of(PAGE).saturating_add(geometry.ring);
+    ring.saturating_mul(2).saturating_add(geometry.window)
 }
 
 /// Wakes the peer.

@@ -276,18 +276,18 @@ pub struct Area {
 
 impl Area {
     fn channel_size(geometry: Geometry) -> u64 {
-        RINGS + rings::total(geometry)
+        RINGS.saturating_add(rings::total(geometry))
     }
 
-    /// Bytes that an area with so many channels needs.
+    /// Bytes that an area with so many channels needs. The largest number for sizes that no memory has.
     pub fn bytes(channels: u32, geometry: Geometry) -> u64 {
-        FIRST + u64::from(channels) * Self::channel_size(geometry)
+        FIRST.saturating_add(u64::from(channels).saturating_mul(Self::channel_size(geometry)))
     }
 
     /// Bytes of a zone whose only area this is: the header and the member table come first.
     pub fn zone_bytes(channels: u32, window: u64) -> u64 {
         let area = Self::bytes(channels, Geometry { ring: RING, window });
-        (area.next_multiple_of(2 << 20) + (2 << 20)).max(8 << 20)
+        area.checked_next_multiple_of(2 << 20).unwrap_or(u64::MAX).saturating_add(2 << 20).max(8 << 20)
     }
 
     /// Makes the area at byte `at` of a zone's memory, which is zero or was this area before, with the same channels and another server:

@@ -440,3 +440,13 @@ fn a_client_hears_why_it_is_refused_though_the_server_hung_up_before_it_had_said
     }
     server.join().expect("no panic");
 }
+
+#[test]
+fn channels_of_sizes_that_no_memory_has_are_refused() {
+    for (channels, size) in [(u32::MAX, u64::MAX), (u32::MAX, 1 << 40), (2, u64::MAX - 4095), (0, 4096)] {
+        let geometry = Geometry { ring: GEOMETRY.ring, window: size };
+        let zone = sealed_memfd(c"zone", 1 << 20).expect("memory");
+        assert!(Area::of_device(zone, channels, geometry).is_err(), "{channels} of {size}");
+        assert!(Area::zone_bytes(channels, size) >= size.min(1 << 23));
+    }
+}

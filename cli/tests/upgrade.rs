@@ -189,6 +189,46 @@ fn an_accelerators_server_serves_on() {
     lab.assert_nothing_left();
 }
 
+/// The servers of accelerators that a supervisor has started.
+fn servers(supervisor: u32) -> Vec<u32> {
+    let threads = std::fs::read_dir(format!("/proc/{supervisor}/task")).unwrap().flatten();
+    let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
+    let pids: Vec<u32> =
+        children.flat_map(|c| c.split(' ').flat_map(str::parse).collect::<Vec<_>>()).collect();
+    let is_server = |pid: &u32| {
+        let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        words.split(|byte| *byte == 0).any(|word| word == b"--overseen")
+    };
+    pids.into_iter().filter(is_server).collect()
+}
+
+#[test]
+fn an_accelerators_server_that_is_killed_twice_while_the_program_changes_is_followed_by_one_that_serves() {
+    let lab = lab(&format!("[accel.cl]\n[vm.a]\n{VM}accelerators = [\"cl\"]\n"));
+    lab.good(&["up"]);
+    let supervisor = number(&lab.ps()["supervisor"]);
+    for round in 0..8 {
+        let next = next(&lab, &format!("next-{round}"));
+        std::thread::scope(|scope| {
+            let upgrading = scope.spawn(|| upgrade(&lab, &next));
+            // At another step each time.
+            for pause in [round * 12, 150] {
+                std::thread::sleep(std::time::Duration::from_millis(pause));
+                servers(supervisor).into_iter().for_each(|server| signal(server, "KILL"));
+            }
+            upgrading.join().unwrap();
+        });
+        until("no server serves", || {
+            let now = &lab.ps()["accelerators"][0];
+            now["state"] == "serving" && now["vms"][0]["served"] == true
+        });
+        assert_eq!(program(supervisor), next);
+        assert_eq!(servers(supervisor).len(), 1);
+    }
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 #[test]
 fn memory_goes_on_growing_and_a_policy_goes_on_starting_its_vm() {
     let again = "restart = \"always\"\n";

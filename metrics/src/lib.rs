@@ -17,7 +17,7 @@ use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -183,6 +183,8 @@ pub struct Server {
     listener: Brief<Listener>,
     /// The path of its Unix socket, to be removed.
     path: Option<PathBuf>,
+    /// The socket's file: another server may have the path by then.
+    file: Option<(u64, u64)>,
 }
 
 /// Ends a [`Server::serve`].
@@ -207,13 +209,14 @@ impl Server {
             Place::Tcp(address) => {
                 let listener = TcpListener::bind(address)?;
                 listener.set_nonblocking(true)?;
-                Ok(Self { listener: Listener::Tcp(listener).into(), path: None })
+                Ok(Self { listener: Listener::Tcp(listener).into(), path: None, file: None })
             }
             Place::Unix(path) => {
                 remove_dead(path)?;
                 let listener = UnixListener::bind(path)?;
                 listener.set_nonblocking(true)?;
-                Ok(Self { listener: Listener::Unix(listener).into(), path: Some(path.clone()) })
+                let (file, path) = (file_at(path), Some(path.clone()));
+                Ok(Self { listener: Listener::Unix(listener).into(), path, file })
             }
         }
     }
@@ -245,7 +248,7 @@ impl Server {
             Place::Tcp(_) => Listener::Tcp(listener.into()),
             Place::Unix(_) => Listener::Unix(listener.into()),
         };
-        Self { listener: listener.into(), path: None }
+        Self { listener: listener.into(), path: None, file: None }
     }
 
     /// Returns a handle that ends [`Server::serve`].
@@ -296,11 +299,16 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
+        if let Some(path) = self.path.as_ref().filter(|path| file_at(path) == self.file) {
             // It may have been removed already.
             let _gone = std::fs::remove_file(path);
         }
     }
+}
+
+/// The file that a path leads to.
+fn file_at(path: &Path) -> Option<(u64, u64)> {
+    path.symlink_metadata().ok().map(|found| (found.dev(), found.ino()))
 }
 
 /// Waits for the listener and for the clients, at most until `next`; returns which are ready.

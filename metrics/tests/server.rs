@@ -174,3 +174,18 @@ fn files_that_a_peer_passes_along_and_whose_end_takes_hours_hold_up_no_other() {
     stop.now();
     thread.join().unwrap();
 }
+
+#[test]
+fn a_server_that_ends_leaves_the_socket_of_another_that_has_its_path_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("figures");
+    let bind = || Server::bind(&Place::Unix(path.clone())).unwrap();
+    let first = bind();
+    // By an administrator.
+    std::fs::remove_file(&path).unwrap();
+    let second = bind();
+    drop(first);
+    assert!(UnixStream::connect(&path).is_ok());
+    drop(second);
+    assert!(!path.exists());
+}

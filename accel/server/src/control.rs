@@ -4,11 +4,13 @@
 //!
 //! A server that drains gives its name to its successor: its control socket moves to `NAME.draining-PID`.
 
+use crate::name::{self, Name};
 use crate::supervisor::Server;
-use anyhow::{Context, bail};
+use anyhow::Context;
 use serde::de::DeserializeOwned;
+use std::fs::DirEntry;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,24 +29,16 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// The end of a file that a client passes along waits for no longer.
 const LATE: Duration = Duration::from_millis(200);
 
-/// Listens for commands.
-pub fn listen(path: &Path) -> anyhow::Result<UnixListener> {
-    if UnixStream::connect(path).is_ok() {
-        bail!("{}: a server is controlled there already; choose another --control", path.display());
+/// Listens for commands. Removes what servers have left that drained and were killed.
+pub fn listen(path: &Path) -> anyhow::Result<(UnixListener, Name)> {
+    let taken = Name::listen(path, 0o600)?.with_context(|| {
+        format!("{}: a server is controlled there already; choose another --control", path.display())
+    })?;
+    for left in drained(path).filter(|left| !name::is_served(left)) {
+        // Another server may do the same now.
+        let _gone = std::fs::remove_file(left);
     }
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(e).with_context(|| format!("{}: the old socket can't be removed", path.display()));
-        }
-        _ => {}
-    }
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-    }
-    let listener = UnixListener::bind(path).with_context(|| path.display().to_string())?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-        .with_context(|| path.display().to_string())?;
-    Ok(listener)
+    Ok(taken)
 }
 
 /// Answers commands for ever.
@@ -117,16 +111,20 @@ pub fn draining(control: &Path) -> PathBuf {
     path.into()
 }
 
+/// The sockets of servers that drain, or have drained until they were killed.
+fn drained(control: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let prefix = format!("{}.draining-", control.file_name().unwrap_or_default().to_string_lossy());
+    let entries = control.parent().and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten();
+    let is_socket = |entry: &DirEntry| entry.file_type().is_ok_and(|kind| kind.is_socket());
+    let is_one = move |entry: &DirEntry| entry.file_name().to_string_lossy().starts_with(&prefix);
+    entries.filter(is_socket).filter(is_one).map(|entry| entry.path())
+}
+
 /// The servers of a control socket: the one that takes clients, and those that drain.
 pub fn servers(control: &Path) -> anyhow::Result<Vec<Listing>> {
-    let mut found = Vec::new();
-    let prefix = format!("{}.draining-", control.file_name().unwrap_or_default().to_string_lossy());
-    for entry in control.parent().and_then(|p| p.read_dir().ok()).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with(&prefix) {
-            // One that ended just now, or was killed, answers no more.
-            found.extend(ask::<Listing>(&entry.path(), &Request::Ls));
-        }
-    }
+    // One that ended just now, or was killed, answers no more.
+    let mut found: Vec<Listing> =
+        drained(control).filter_map(|socket| ask(&socket, &Request::Ls).ok()).collect();
     match ask(control, &Request::Ls) {
         Ok(listing) => found.insert(0, listing),
         Err(e) if found.is_empty() => return Err(e),

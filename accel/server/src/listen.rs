@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Addresses that clients connect to, and their peers: a peer is a user of this machine, by a Unix socket, or an address, by TCP.
 
+use crate::name::Name;
 use anyhow::{Context, bail};
-use rustix::net::sockopt;
+use rustix::net::{Shutdown, sockopt};
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
 use tombolo_brief::Brief;
@@ -51,7 +51,7 @@ impl From<IpAddr> for Peer {
 /// A socket that clients find.
 pub enum Listener {
     /// Of processes of this machine.
-    Unix(UnixListener),
+    Unix(UnixListener, Name),
     /// Of other machines.
     Tcp(TcpListener),
 }
@@ -64,19 +64,11 @@ impl Listener {
     pub fn bind(address: &str) -> anyhow::Result<Listener> {
         match address.split_once(':') {
             Some(("unix", path)) => {
-                if UnixStream::connect(path).is_ok() {
+                let taken = Name::listen(Path::new(path), 0o660).with_context(|| address.to_owned())?;
+                let Some((listener, name)) = taken else {
                     bail!("{address}: a server listens there already");
-                }
-                if let Some(folder) = Path::new(path).parent() {
-                    std::fs::create_dir_all(folder).with_context(|| format!("{}", folder.display()))?;
-                }
-                // The socket gets its name when it listens: from then on other processes can connect.
-                let unnamed = format!("{path}.{}", std::process::id());
-                let listener = UnixListener::bind(&unnamed).with_context(|| unnamed.clone())?;
-                std::fs::set_permissions(&unnamed, std::fs::Permissions::from_mode(0o660))
-                    .and_then(|()| std::fs::rename(&unnamed, path))
-                    .with_context(|| address.to_string())?;
-                Ok(Listener::Unix(listener))
+                };
+                Ok(Listener::Unix(listener, name))
             }
             Some(("tcp", rest)) => {
                 Ok(Listener::Tcp(TcpListener::bind(rest).with_context(|| address.to_string())?))
@@ -91,7 +83,7 @@ impl Listener {
     /// There are no descriptors, or the client has gone meanwhile.
     pub fn accept(&self) -> io::Result<(Brief, Peer)> {
         match self {
-            Listener::Unix(listener) => {
+            Listener::Unix(listener, _) => {
                 let (socket, _) = listener.accept()?;
                 let socket = Brief::from(OwnedFd::from(socket));
                 let uid = sockopt::socket_peercred(&socket)?.uid.as_raw();
@@ -106,9 +98,28 @@ impl Listener {
         }
     }
 
-    pub fn fd(&self) -> BorrowedFd<'_> {
+    /// Gives the address up for a successor. Who has connected already is in [`Listener::accept`], which fails when there are no more.
+    ///
+    /// # Errors
+    /// The socket's name can't be removed.
+    pub fn give_up(&self) -> io::Result<()> {
+        let removed = match self {
+            Listener::Unix(_, name) => name.remove(),
+            Listener::Tcp(_) => Ok(()),
+        };
+        rustix::io::ioctl_fionbio(self.fd(), true)?;
+        removed
+    }
+
+    /// Refuses who connects from now on, and wakes the thread that waits for them.
+    pub fn close(&self) {
+        // It listens, so that can't fail.
+        let _never = rustix::net::shutdown(self.fd(), Shutdown::Both);
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
         match self {
-            Listener::Unix(l) => l.as_fd(),
+            Listener::Unix(l, _) => l.as_fd(),
             Listener::Tcp(l) => l.as_fd(),
         }
     }

@@ -13,6 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tombolo_calls::hello::Geometry;
+use tombolo_calls::say;
 use tombolo_calls::zone::Area;
 
 /// Returns whether the path is a character device: the driver of a VM that owns an accelerator shows a client's zone as one.
@@ -54,7 +55,7 @@ pub fn open(
             told.store(u64::from_ne_bytes(now), Ordering::Release);
             look();
         };
-        eprintln!("tombolo accel: {name}: no thread hears its rings any more: {why}");
+        say!("tombolo accel: {name}: no thread hears its rings any more: {why}");
     })?;
     Ok((area, OwnerSide { doorbell, life }))
 }

@@ -6,6 +6,7 @@ use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
 use crate::metrics;
+use crate::name::Name;
 use crate::scratch;
 use crate::signals;
 use crate::tenants::{Full, Guest, Tenants};
@@ -17,11 +18,12 @@ use rustix::pipe::PipeFlags;
 use rustix::process::Resource;
 use std::fmt::Arguments;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::opencl as wire;
@@ -62,6 +64,9 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// A client may take so long for its hello.
 const HELLO: Duration = Duration::from_secs(10);
+
+/// More clients than wait at a socket that listens (SOMAXCONN), for the last look at it.
+const WAITING: usize = 4096;
 
 /// A file that ends while its client's hello is read may take so long. The client alone waits for that.
 const LATE: Duration = Duration::from_millis(200);
@@ -110,14 +115,30 @@ fn raise_descriptors() {
     let _as_before = rustix::process::setrlimit(Resource::Nofile, limit);
 }
 
+/// An address that clients connect to.
+struct Place {
+    address: String,
+    /// The limits of each client that comes by it.
+    limits: Limits,
+    listener: Brief<Listener>,
+}
+
+/// The thread that answers Prometheus.
+struct Figures {
+    stop: tombolo_metrics::Stop,
+    thread: JoinHandle<()>,
+}
+
 /// A running server.
 pub struct Server {
     pub tenants: Arc<Tenants>,
     listens: Mutex<Vec<String>>,
     of_vms: Limits,
-    /// Copies of the sockets that clients find, to shut down.
-    sockets: Mutex<Vec<(String, Brief)>>,
-    control: Option<PathBuf>,
+    /// The addresses that clients find, until this server is drained.
+    places: Mutex<Vec<Arc<Place>>>,
+    figures: Mutex<Option<Figures>>,
+    /// Where commands come in, once they do.
+    control: OnceLock<Name>,
     most: usize,
     of_peer: usize,
     seldom: Seldom,
@@ -138,19 +159,16 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     scratch::remove_left();
     let channels = config.vms.iter().map(|vm| vm.channels).chain(config.guests.iter().map(|vm| vm.channels));
-    let places = config.clients + channels.map(|n| n as usize).sum::<usize>();
-    let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref(), places)?;
+    let most = config.clients + channels.map(|n| n as usize).sum::<usize>();
+    let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref(), most)?;
     if let Some(cgroup) = confinement.cgroup().cloned() {
         signals::before_the_end(move || cgroup.end()).context("signals")?;
     }
-    let listeners = config
-        .listen
-        .iter()
-        .map(|(address, limits)| Ok((address.clone(), limits.clone(), Listener::bind(address)?)))
-        .collect::<anyhow::Result<Vec<_>>>()?;
-    let copy = |(address, _, listener): &(String, Limits, Listener)| {
-        Ok((address.clone(), listener.fd().try_clone_to_owned()?.into()))
+    let place = |(address, limits): &(String, Limits)| {
+        let (address, limits) = (address.clone(), limits.clone());
+        Ok(Arc::new(Place { listener: Listener::bind(&address)?.into(), address, limits }))
     };
+    let places = config.listen.iter().map(place).collect::<anyhow::Result<Vec<_>>>()?;
     let vms =
         config.vms.iter().map(|vm| vm::Vm::keep(vm, &confinement)).collect::<anyhow::Result<Vec<_>>>()?;
     let folders = config.vms.iter().map(|vm| vm.folder.display().to_string());
@@ -158,8 +176,9 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         tenants: Arc::new(Tenants::of(confinement)),
         listens: Mutex::new(config.listen.iter().map(|l| l.0.clone()).chain(folders).collect()),
         of_vms: config.of_vms,
-        sockets: Mutex::new(listeners.iter().map(copy).collect::<std::io::Result<_>>()?),
-        control: config.control,
+        places: Mutex::new(places.clone()),
+        figures: Mutex::default(),
+        control: OnceLock::new(),
         most: config.clients,
         of_peer: config.of_peer,
         seldom: Seldom::default(),
@@ -170,17 +189,20 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     for guest in &config.guests {
         // One that has damaged its zone keeps no other from being served.
         if let Err(e) = server.serve_vm(guest) {
-            eprintln!("tombolo accel: the VM {} can't be served: {e:#}", guest.vm);
+            say!("tombolo accel: the VM {} can't be served: {e:#}", guest.vm);
         }
     }
     if let Some(place) = config.metrics {
         let figures = tombolo_metrics::Server::bind(&place)
             .with_context(|| format!("metrics at {place}; choose another address"))?;
-        let tenants = server.tenants.clone();
-        spawn("metrics", move || metrics::serve(&figures, &tenants))?;
+        let (stop, tenants) = (figures.stop().context("metrics")?, server.tenants.clone());
+        let thread = spawn("metrics", move || metrics::serve(&figures, &tenants))?;
+        *lock(&server.figures) = Some(Figures { stop, thread });
     }
-    if let Some(path) = &server.control {
-        let (listener, server) = (control::listen(path)?, server.clone());
+    if let Some(path) = &config.control {
+        let (listener, name) = control::listen(path)?;
+        server.control.get_or_init(|| name);
+        let server = server.clone();
         spawn("control", move || control::serve(&listener, &server))?;
     }
     for vm in vms {
@@ -189,15 +211,11 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     }
     let tenants = server.tenants.clone();
     spawn("divider", move || tenants.divide())?;
-    let accepting = listeners
+    let accepting = places
         .into_iter()
-        .map(|(address, limits, listener)| {
+        .map(|place| {
             let server = server.clone();
-            spawn("listen", move || {
-                server.accept(&address, &limits, &listener);
-                // With the sockets of those that were not accepted yet.
-                brief::within(brief::A_MOMENT, || drop(listener));
-            })
+            spawn("listen", move || server.accept(&place))
         })
         .collect::<std::io::Result<Vec<_>>>()?;
     if config.overseen {
@@ -215,9 +233,9 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     // The workers end with this process, so it stays until no client needs one.
     server.tenants.wait_until_gone();
     server.end();
-    if let Some(path) = &server.control {
+    if let Some(name) = server.control.get() {
         // An administrator may have removed it already.
-        let _gone = std::fs::remove_file(control::draining(path));
+        let _gone = std::fs::remove_file(control::draining(name.path()));
     }
     Ok(())
 }
@@ -240,10 +258,10 @@ impl Server {
         Ok(())
     }
 
-    fn accept(self: &Arc<Self>, address: &str, limits: &Limits, listener: &Listener) {
+    fn accept(self: &Arc<Self>, place: &Place) {
         while !self.draining.load(Ordering::SeqCst) {
-            match listener.accept() {
-                Ok((socket, peer)) => self.admit(address, limits, peer, socket),
+            match place.listener.accept() {
+                Ok((socket, peer)) => self.admit(place, peer, socket),
                 Err(_) if self.draining.load(Ordering::SeqCst) => return,
                 Err(e) => {
                     say!("tombolo accel: a connection was lost before it began: {e}");
@@ -258,7 +276,7 @@ impl Server {
         self.tenants.wait_for_change(PAUSE);
     }
 
-    fn admit(self: &Arc<Self>, address: &str, limits: &Limits, peer: Peer, socket: Brief) {
+    fn admit(self: &Arc<Self>, place: &Place, peer: Peer, socket: Brief) {
         if has_gone(&socket) {
             return;
         }
@@ -266,7 +284,7 @@ impl Server {
             Ok(guest) => guest,
             Err(full) => return self.refuse(&socket, &self.refusal(peer, full)),
         };
-        let (server, address, limits) = (self.clone(), address.to_owned(), limits.clone());
+        let (server, address, limits) = (self.clone(), place.address.clone(), place.limits.clone());
         // A thread of its own: one that says nothing, or a byte now and then, keeps nobody waiting. There are no more of them than places.
         let met = spawn("hello", move || server.meet(address, &limits, guest, socket));
         if let Err(e) = met {
@@ -295,6 +313,7 @@ impl Server {
         });
         if let Err(e) = started {
             say!("tombolo accel: no worker could be started: {e:#}");
+            self.refuse(&socket, "the server could not start a worker for this client; its log says why");
         }
     }
 
@@ -316,23 +335,35 @@ impl Server {
         }
     }
 
-    /// Takes no clients any more. The address is free when this returns. [`Server::end_if_drained`] comes next.
-    pub fn drain(&self) {
+    /// Takes no clients any more but those that have connected. The addresses are free when this returns, that for Prometheus too. [`Server::end_if_drained`] comes
+    /// next.
+    pub fn drain(self: &Arc<Self>) {
         if self.draining.swap(true, Ordering::SeqCst) {
             return;
         }
-        for (address, socket) in lock(&self.sockets).drain(..) {
-            if let Some(path) = address.strip_prefix("unix:") {
-                if let Err(e) = std::fs::remove_file(path) {
-                    say!("tombolo accel: {path}: {e}");
+        for place in lock(&self.places).drain(..) {
+            if let Err(e) = place.listener.give_up() {
+                say!("tombolo accel: {}: {e}", place.address);
+            }
+            // They would be told that nobody is there, although their connection was made. No more than these can have come before.
+            for _ in 0..WAITING {
+                match place.listener.accept() {
+                    Ok((socket, peer)) => self.admit(&place, peer, socket),
+                    Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                    // This one has gone.
+                    Err(_) => {}
                 }
             }
-            // SAFETY: an integer; wakes the thread that accepts on it.
-            unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
+            place.listener.close();
         }
-        if let Some(path) = &self.control {
-            if let Err(e) = std::fs::rename(path, control::draining(path)) {
-                say!("tombolo accel: {}: {e}", path.display());
+        if let Some(Figures { stop, thread }) = lock(&self.figures).take() {
+            stop.now();
+            // One that panicked has said so.
+            let _ended = thread.join();
+        }
+        if let Some(name) = self.control.get() {
+            if let Err(e) = name.change(control::draining(name.path())) {
+                say!("tombolo accel: {}: {e}", name.path().display());
             }
         }
         say!("tombolo accel: draining: {} clients are left", self.tenants.status().len());

@@ -14,6 +14,7 @@ use crate::wall::spawn::{self, Process, Start};
 use crate::{scratch, worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 use rustix::pipe::PipeFlags;
 use std::ffi::OsString;
 use std::fs::File;
@@ -177,12 +178,29 @@ impl Confinement {
             namespaces: wall.as_ref().map_or(0, Wall::namespaces),
             cgroup: group.as_deref().map(Group::fd),
         })
-        .context(
+        .map_err(|e| {
+            let lacks = lacking(&e);
+            anyhow::Error::from(e).context(lacks)
+        })?;
+        Ok(Begun { process, said, group, _scratch: scratch })
+    }
+}
+
+/// What a server lacks that can't start a process.
+fn lacking(why: &std::io::Error) -> &'static str {
+    match Errno::from_io_error(why) {
+        Some(Errno::MFILE | Errno::NFILE) => {
+            "no descriptors for one more process (ulimit -n, LimitNOFILE of a service; sysctl fs.file-max)"
+        }
+        Some(Errno::AGAIN) => {
+            "no number for one more process (ulimit -u, TasksMax of a service, pids.max of a control group; sysctl kernel.pid_max)"
+        }
+        Some(Errno::NOMEM) => "no memory for one more process",
+        _ => {
             "no process with namespaces of its own \
              (CONFIG_USER_NS, CONFIG_PID_NS, CONFIG_NET_NS; for a server that is not root also sysctl user.max_user_namespaces \
-             and kernel.unprivileged_userns_clone; in a container its own rules)",
-        )?;
-        Ok(Begun { process, said, group, _scratch: scratch })
+             and kernel.unprivileged_userns_clone; in a container its own rules)"
+        }
     }
 }
 

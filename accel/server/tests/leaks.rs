@@ -3,7 +3,7 @@
 
 mod rig;
 
-use rig::{Server, folder};
+use rig::{Server, compiled, folder};
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
@@ -211,4 +211,59 @@ fn the_folder_of_an_unconfined_worker_goes_with_it_or_with_the_next_server_and_a
     children(living.child.id()).into_iter().for_each(kill);
     wait_for(0);
     living.end();
+}
+
+#[test]
+fn a_build_that_fails_for_want_of_room_is_explained_in_the_servers_log() {
+    let scratch = tempfile::tempdir().expect("a folder");
+    // A file system of a MiB, which only this server sees, and which has no room.
+    let fill = "mount -t tmpfs -o size=1m none \"$TMPDIR\" && ! head -c 2M /dev/zero 2>/dev/null >\"$TMPDIR/all\" && exec \"$0\" \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["-rm", "sh", "-c", fill, env!("CARGO_BIN_EXE_tombolo-accel")]);
+    command.env_remove("OCL_ICD_VENDORS").env_remove("POCL_CACHE_DIR").env("TMPDIR", scratch.path());
+    let server = Server::run(command, "full", &["--unconfined"]);
+    let output = server.program(&compiled("late")).output().expect("it runs");
+    let log = server.end();
+    let line = log.lines().find(|line| line.contains("was not built"));
+    let line = line.unwrap_or_else(|| panic!("{log}\n{}", String::from_utf8_lossy(&output.stdout)));
+    assert!(line.contains("No space left") && line.contains("TMPDIR"), "{line}");
+}
+
+#[test]
+fn a_server_without_descriptors_for_a_worker_says_so() {
+    let socket = folder().join(format!("few-{}.sock", std::process::id()));
+    let serve = "ulimit -n 12; exec \"$0\" serve --listen \"unix:$1\"";
+    let mut command = Command::new("sh");
+    command.args(["-c", serve, env!("CARGO_BIN_EXE_tombolo-accel")]).arg(&socket);
+    let output = command.env_remove("OCL_ICD_VENDORS").output().expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("ulimit -n"), "{said}");
+    assert!(!said.contains("user.max_user_namespaces"), "{said}");
+}
+
+#[test]
+fn a_client_for_which_no_worker_can_be_started_is_told_so_and_others_compute_on() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 64; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_tombolo-accel")]);
+    command.env_remove("OCL_ICD_VENDORS");
+    let server = Server::run(command, "descriptors", &["--clients", "64", "--clients-per-peer", "64"]);
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "one more".into() };
+    let mut clients = Vec::new();
+    // Each takes some descriptors of the server's.
+    let why = loop {
+        match tombolo_calls::process::connect(&server.socket, &hello) {
+            Ok(link) => clients.push(Connection::new(link).expect("a connection")),
+            Err(why) => break why.to_string(),
+        }
+        assert!(clients.len() < 64, "the server has descriptors for all");
+    };
+    assert!(why.contains("could not start a worker") && clients.len() > 1, "{why}");
+    clients.iter().for_each(|client| client.call(&Ping {}, |_, _| ()).expect("an answer"));
+    clients.clear();
+    let begun = Instant::now();
+    while tombolo_calls::process::connect(&server.socket, &hello).is_err() {
+        assert!(begun.elapsed() < TIMEOUT, "no worker can be started though all have gone");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(server.end().contains("no worker could be started"));
 }

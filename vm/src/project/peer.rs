@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -43,7 +43,7 @@ impl Peer {
 
     /// Wraps a connected socket that others know, too.
     pub fn over(socket: Arc<UnixStream>) -> Peer {
-        let reader = Watched { socket: socket.clone(), watch: None };
+        let reader = Watched { socket: socket.clone(), watch: None, end: None };
         Peer { reader: BufReader::new(reader), socket }
     }
 
@@ -78,6 +78,11 @@ impl Peer {
         if let Some((supervisor, patience)) = &mut self.reader.get_mut().watch {
             *patience = Patience::new(supervisor.pid, longest);
         }
+    }
+
+    /// Ends all waiting for messages at this time: a side that sends a byte now and then is waited for no longer than a silent one.
+    pub fn set_end(&mut self, end: Option<Instant>) {
+        self.reader.get_mut().end = end;
     }
 
     /// The socket, for another thread.
@@ -179,10 +184,26 @@ struct Watched {
     socket: Arc<UnixStream>,
     /// None: the other end is no supervisor.
     watch: Option<(Supervisor, Patience)>,
+    /// The time at which reads end.
+    end: Option<Instant>,
 }
 
 impl Read for Watched {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        if let Some(end) = self.end {
+            loop {
+                let left = end.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(std::io::Error::new(
+                        std::io::ErrorKind::TimedOut,
+                        "the message comes too late",
+                    ));
+                }
+                if readable(&*self.socket, left)? {
+                    break;
+                }
+            }
+        }
         if let Some((supervisor, patience)) = &mut self.watch {
             while !readable(&*self.socket, patience.pause())? {
                 patience.look().map_err(|why| why.of_supervisor(supervisor.pid))?;
@@ -416,6 +437,23 @@ mod tests {
                 assert!(asking.join().unwrap().unwrap().is_none(), "accepts: {accepts}, reads: {reads}");
             });
         }
+    }
+
+    #[test]
+    fn a_side_that_sends_a_byte_now_and_then_is_waited_for_no_longer_than_a_silent_one() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let writer = std::thread::spawn(move || {
+            // Ends when the reader has closed its end.
+            while (&theirs).write_all(b" ").is_ok() {
+                std::thread::park_timeout(Duration::from_millis(5));
+            }
+        });
+        let mut peer = Peer::new(ours);
+        peer.set_end(Some(Instant::now() + Duration::from_millis(100)));
+        let late = peer.receive::<Request>().unwrap_err();
+        assert!(late.to_string().contains("too late"), "{late:#}");
+        drop(peer);
+        writer.join().unwrap();
     }
 
     #[test]

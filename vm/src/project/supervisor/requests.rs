@@ -110,11 +110,11 @@ impl Supervisor {
 
     /// Serves a command that has connected to this process.
     pub(super) fn admit(self: &Arc<Self>, connection: Connection) {
-        // It fails for a limit of zero only.
-        let _never = connection.socket.set_read_timeout(Some(REQUEST));
         let mut peer = Peer::new(connection.socket);
+        // Until then it counts as a request, for whose end an upgrade waits.
+        peer.set_end(Some(Instant::now() + REQUEST));
         let request = peer.receive::<Request>();
-        let _never = peer.socket().set_read_timeout(None);
+        peer.set_end(None);
         let request = match request {
             Ok(Some(request)) => request,
             Ok(None) => return,

@@ -5,8 +5,10 @@ use super::notify::{on_program, once};
 use super::{Done, value};
 use crate::opencl::{Cx, include, lock};
 use std::ffi::{CString, c_void};
+use std::io::Write;
 use std::ptr::{null, null_mut};
 use tombolo_accel_spec::opencl::{self as wire, cl, kind};
+use tombolo_calls::say;
 
 pub(crate) fn create_program_with_source(cx: &mut Cx<'_>, r: &wire::CreateProgramWithSource<'_>) -> Done {
     let f = native!(cx, clCreateProgramWithSource);
@@ -81,6 +83,9 @@ pub(super) fn optional(cx: &Cx<'_>, text: Option<&[u8]>) -> Result<Option<CStrin
 /// The driver is always asked to know the parameters of kernels ([`super::kernel`]).
 const ARGUMENTS: &[u8] = b"-cl-kernel-arg-info";
 
+/// Bytes of a compiler's files for a small kernel.
+const ROOM: usize = 64 << 10;
+
 /// The server's own state of a built program.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Built {
@@ -142,6 +147,19 @@ pub(super) fn pointer_or_null<T>(list: &[T]) -> *const T {
     if list.is_empty() { null() } else { list.as_ptr() }
 }
 
+/// Says so where a compiler that failed had no room for its files: drivers answer what they answer for a wrong program then, without a word.
+fn explained(outcome: Done) -> Done {
+    let folder = std::env::temp_dir();
+    let room = || tempfile::tempfile_in(&folder).and_then(|mut file| file.write_all(&[1; ROOM]));
+    if let (Err(_), Err(e)) = (outcome, room()) {
+        say!(
+            "tombolo accel: a program was not built, and its compiler has no room for files in {}: {e}; make room there, or choose another folder (TMPDIR)",
+            folder.display()
+        );
+    }
+    outcome
+}
+
 pub(crate) fn build_program(cx: &mut Cx<'_>, r: &wire::BuildProgram<'_>) -> Done {
     let f = native!(cx, clBuildProgram);
     let program = cx.get(kind::PROGRAM, r.program)?;
@@ -151,7 +169,8 @@ pub(crate) fn build_program(cx: &mut Cx<'_>, r: &wire::BuildProgram<'_>) -> Done
     cx.may_block()?;
     let text = options.as_ptr();
     // SAFETY: lists as long as said; a C string; the callback's data is freed by the callback.
-    cx.status(unsafe { f(program, devices.len() as u32, pointer_or_null(&devices), text, notify, user) })
+    let built = unsafe { f(program, devices.len() as u32, pointer_or_null(&devices), text, notify, user) };
+    explained(cx.status(built))
 }
 
 pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> Done {
@@ -169,7 +188,7 @@ pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
     cx.may_block()?;
     let text = options.as_ptr();
     // SAFETY: as above.
-    cx.status(unsafe {
+    let compiled = unsafe {
         f(
             program,
             devices.len() as u32,
@@ -181,7 +200,8 @@ pub(crate) fn compile_program(cx: &mut Cx<'_>, r: &wire::CompileProgram<'_>) -> 
             notify,
             user,
         )
-    })
+    };
+    explained(cx.status(compiled))
 }
 
 pub(crate) fn link_program(cx: &mut Cx<'_>, r: &wire::LinkProgram<'_>) -> Done {
