@@ -15,6 +15,9 @@ use clap_complete::Shell;
 
 use external::External;
 
+#[global_allocator]
+static HEAP: tombolo_heap::Heap = tombolo_heap::Heap;
+
 /// Files, packets, accelerator calls and function calls between co-resident VMs, through memory that they share
 #[derive(Parser)]
 #[command(name = "tombolo", version, max_term_width = 100, propagate_version = true)]

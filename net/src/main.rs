@@ -7,6 +7,9 @@ use std::process::ExitCode;
 use clap::Parser;
 use tombolo_net::control::cli::{self, Command};
 
+#[global_allocator]
+static HEAP: tombolo_heap::Heap = tombolo_heap::Heap;
+
 /// Packets between VMs through memory: a vhost-user switch
 #[derive(Parser)]
 #[command(name = "tombolo-switch", version)]

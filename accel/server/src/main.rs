@@ -3,6 +3,9 @@
 
 use clap::Parser;
 
+#[global_allocator]
+static HEAP: tombolo_heap::Heap = tombolo_heap::Heap;
+
 #[derive(Parser)]
 #[command(name = "tombolo-accel", version, about = "Accelerators through memory")]
 struct Args {

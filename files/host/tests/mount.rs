@@ -1210,6 +1210,51 @@ fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_el
     });
 }
 
+/// Three programs wait for a suspended member. Each request of another one takes the mount's last thread, which then tries to start a fifth.
+#[test]
+fn a_mount_without_memory_for_more_threads_goes_on_with_those_it_has() {
+    const WAITERS: usize = 3;
+    let rig = Rig::new();
+    let mem = rig.owner.as_ref().expect("an owner").mem();
+    let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();
+    let locks: Vec<u64> = files
+        .iter()
+        .map(|file| {
+            fs::write(file, "x").expect("write");
+            lock_of(&rig, fs::metadata(file).expect("stat").ino())
+        })
+        .collect();
+    take_addresses(rig.pids[0]);
+    suspend_with(&rig, &locks);
+    std::thread::scope(|scope| {
+        for file in &files {
+            scope.spawn(move || fs::set_permissions(file, fs::Permissions::from_mode(0o600)));
+        }
+        let waits = |lock: &u64| mem.load_u64(lock + 8).expect("a word") != 0;
+        wait_until(|| locks.iter().all(waits));
+        let other = scope.spawn(|| {
+            fs::write(rig.at("a/other"), "done")?;
+            fs::read(rig.at("a/other"))
+        });
+        wait_until(|| other.is_finished());
+        for lock in &locks {
+            mem.store_u64(*lock, 0).expect("a word");
+        }
+        resume(&rig);
+        assert_eq!(other.join().expect("no panic").expect("the mount lives"), b"done");
+    });
+}
+
+/// Lets a process map 2.5 MiB more than it has mapped: the stack of one more thread, and then no buffer for a request of 1 MiB.
+fn take_addresses(pid: i32) {
+    let pages = fs::read_to_string(format!("/proc/{pid}/statm")).expect("a process");
+    let pages: u64 = pages.split(' ').next().and_then(|n| n.parse().ok()).expect("a number");
+    let limit = libc::rlimit { rlim_cur: (pages + 640) * 4096, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a plain call with a limit to read.
+    let ret = unsafe { libc::prlimit(pid, libc::RLIMIT_AS, &limit, std::ptr::null_mut()) };
+    assert_eq!(ret, 0, "{}", std::io::Error::last_os_error());
+}
+
 /// The closed file's number and that of the mount's root are in the same part of the mount's table of files.
 #[test]
 fn the_close_of_a_removed_file_that_waits_for_a_suspended_member_delays_no_other_program() {

@@ -48,6 +48,9 @@ use clap::{Parser, Subcommand};
 use tombolo_zone::Zone;
 use tombolo_zone::doorbell::DoorbellServer;
 
+#[global_allocator]
+static HEAP: tombolo_heap::Heap = tombolo_heap::Heap;
+
 /// Random operations on the shared file system, against a model of it.
 #[derive(Parser)]
 struct Cli {

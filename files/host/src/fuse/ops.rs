@@ -402,7 +402,7 @@ impl Server {
         let direct = self.fs.area().writable() && !self.device_memory;
         let pin = if direct { self.fs.pin(self.nodes.handle(h.node)).ok() } else { None };
         let Some(pin) = pin else {
-            let mut buf = vec![0; len as usize];
+            let mut buf = tombolo_heap::zeroed(len as usize).ok_or(Errno::NOMEM)?;
             let got = self.fs.pread(self.nodes.handle(h.node), &mut buf, offset)?;
             buf.truncate(got);
             if self.fs.area().writable() && touches {
@@ -508,7 +508,7 @@ impl Server {
         self.refuse_protected(&attr, true)?;
         self.drop_privileges(h, &attr)?;
         let len = len.min(COPY_LIMIT);
-        let mut buf = vec![0; len.min(1 << 20) as usize];
+        let mut buf = tombolo_heap::zeroed(len.min(1 << 20) as usize).ok_or(Errno::NOMEM)?;
         let mut done = 0;
         while done < len {
             let want = (len - done).min(buf.len() as u64) as usize;

@@ -241,9 +241,10 @@ impl Threads {
     fn spawn(self: &Arc<Self>, extra: bool) -> io::Result<JoinHandle<io::Result<()>>> {
         // A user who may not open the device shares the one that fusermount3 opened.
         let device = clone_device(&self.device).map_or_else(|_| Arc::clone(&self.device), Arc::new);
+        let buf = tombolo_heap::zeroed(MAX_WRITE as usize + 8192).ok_or(io::ErrorKind::OutOfMemory)?;
         let threads = Arc::clone(self);
         let name = std::thread::Builder::new().name("fuse".into());
-        name.spawn(move || threads.serve(&device, extra))
+        name.spawn(move || threads.serve(&device, buf, extra))
     }
 
     /// Starts a thread to take the next request. If that fails, the request waits for one of the present threads.
@@ -262,8 +263,7 @@ impl Threads {
             .try_for_each(|t| t.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked"))))
     }
 
-    fn serve(self: &Arc<Self>, device: &Arc<File>, extra: bool) -> io::Result<()> {
-        let mut buf = vec![0; MAX_WRITE as usize + 8192];
+    fn serve(self: &Arc<Self>, device: &Arc<File>, mut buf: Vec<u8>, extra: bool) -> io::Result<()> {
         while !(extra && self.idle.load(Ordering::SeqCst) >= self.keep) {
             self.idle.fetch_add(1, Ordering::SeqCst);
             let read = (&**device).read(&mut buf);
@@ -396,9 +396,12 @@ fn send_zone(device: &File, unique: u64, pieces: &[Piece]) -> io::Result<()> {
     let total: usize = pieces.iter().map(|p| p.len).sum();
     let header = header_bytes(unique, 0, total);
     let mut parts = vec![libc::iovec { iov_base: header.as_ptr().cast_mut().cast(), iov_len: OUT_HEADER }];
-    let mut copy = Vec::new();
+    let mut copy: Vec<u8>;
     if pieces.len() > MAX_PIECES || pieces.iter().any(|p| p.from.is_null() && p.len > ZEROS.len()) {
-        copy.resize(total, 0u8);
+        let Some(memory) = tombolo_heap::zeroed(total) else {
+            return send(device, unique, &Err(Errno::NOMEM));
+        };
+        copy = memory;
         let mut at = 0;
         for piece in pieces {
             if !piece.from.is_null() {
