@@ -16,6 +16,7 @@
 #include <linux/pagemap.h>
 #include <linux/pfn_t.h>
 #include <linux/sched/signal.h>
+#include <linux/userfaultfd_k.h>
 
 /* The other reasons belong to other services. */
 #define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
@@ -75,7 +76,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 			struct page *page = pfn_to_page(pfn + i);
 			struct address_space *of = READ_ONCE(page->mapping);
 
-			if (of && (of != inode->i_mapping || page->index != index + i)) {
+			if (of && (of != tmb_pages(inode) || page->index != index + i)) {
 				tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, run.block + i);
 				return -EUCLEAN;
 			}
@@ -199,12 +200,14 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 {
 	struct vm_area_struct *vma = vmf->vma;
 	struct inode *inode = file_inode(vma->vm_file);
-	struct address_space *mapping = inode->i_mapping;
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
 	vm_fault_t ret = VM_FAULT_NOPAGE;
 	int err = 0;
 
+	/* fs/dax maps nothing over a marker of userfaultfd(2): a system call that copies would fault here for good, and no signal would end it. */
+	if (vmf->flags & FAULT_FLAG_ORIG_PTE_VALID && pte_marker_uffd_wp(vmf->orig_pte))
+		return VM_FAULT_SIGBUS;
 	if (order != TMB_ORDER_PTE) {
 		struct tfs_run run;
 		pgoff_t start = vmf->pgoff & ~(pgoff_t)(HPAGE_PMD_NR - 1);
@@ -231,7 +234,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		err = give_way(inode);
 	/* A removal has the lock while it waits for other members' mappings. */
 	if (!err)
-		err = down_read_killable(&mapping->invalidate_lock);
+		err = down_read_killable(&inode->i_mapping->invalidate_lock);
 	if (!err) {
 		err = map_reference(inode);
 		if (!err) {
@@ -240,7 +243,7 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 			again = err == -EAGAIN;
 			err = 0;
 		}
-		filemap_invalidate_unlock_shared(mapping);
+		filemap_invalidate_unlock_shared(inode->i_mapping);
 	}
 	if (again) {
 		/* The file changed during the fault, or an older block is still mapped here: unmap it now. */
@@ -273,10 +276,70 @@ static const struct vm_operations_struct tmb_vm_ops = {
 	.pfn_mkwrite = tmb_fault,
 };
 
+#if TMB_PAGES_APART
+void tmb_pages_init_once(struct inode *inode)
+{
+	address_space_init_once(&tmb_i(inode)->pages);
+}
+
+void tmb_pages_init(struct inode *inode)
+{
+	struct address_space *pages = &tmb_i(inode)->pages;
+
+	pages->host = inode;
+	pages->a_ops = &tmb_aops;
+	pages->flags = 0;
+	pages->wb_err = 0;
+	atomic_set(&pages->i_mmap_writable, 0);
+	mapping_set_gfp_mask(pages, GFP_HIGHUSER_MOVABLE);
+	init_rwsem(&pages->invalidate_lock);
+}
+
+/* Such a file tells no watcher of its open and its close: they are the mapping's. */
+bool tmb_opened_for_mapping(const struct file *file)
+{
+	return file->f_mapping == tmb_pages(file_inode(file));
+}
+
+/* Gives the mapping a file of its own, which no descriptor has, and whose mapping has the inode's mapped pages. */
+static int set_pages(struct file *file, struct vm_area_struct *vma)
+{
+	int flags = (file->f_flags & O_ACCMODE) | O_LARGEFILE | __FMODE_NONOTIFY;
+	struct file *own = dentry_open(&file->f_path, flags, file->f_cred);
+
+	if (IS_ERR(own))
+		return PTR_ERR(own);
+	own->f_mapping = tmb_pages(file_inode(file));
+	vma_set_file(vma, own);
+	fput(own);
+	return 0;
+}
+#else
+void tmb_pages_init_once(struct inode *inode)
+{
+}
+
+void tmb_pages_init(struct inode *inode)
+{
+}
+
+bool tmb_opened_for_mapping(const struct file *file)
+{
+	return false;
+}
+
+static int set_pages(struct file *file, struct vm_area_struct *vma)
+{
+	return 0;
+}
+#endif
+
 int tmb_mmap(struct file *file, struct vm_area_struct *vma)
 {
 	int err = tmb_refresh(file_inode(file));
 
+	if (!err)
+		err = set_pages(file, vma);
 	if (err)
 		return err;
 	file_accessed(file);
@@ -350,15 +413,14 @@ int tmb_revoke_locked(struct inode *inode)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
-	struct address_space *mapping = inode->i_mapping;
 	int err;
 
 	if (!ti->mapped)
 		return 0;
-	unmap_mapping_range(mapping, 0, 0, 0);
+	unmap_mapping_range(tmb_pages(inode), 0, 0, 0);
 	if (any_pinned(s, ti))
 		return -EBUSY;
-	truncate_inode_pages_range(mapping, 0, -1);
+	truncate_inode_pages_range(tmb_pages(inode), 0, -1);
 	xa_destroy(&ti->runs);
 	spin_lock(&s->mapped_lock);
 	list_del_init(&ti->mapped_link);
@@ -379,7 +441,7 @@ void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length)
 		return;
 	/* A fault that found the hole maps its zeroes before this; a later one finds the block. */
 	filemap_invalidate_lock(inode->i_mapping);
-	unmap_mapping_range(inode->i_mapping, round_down(pos, PAGE_SIZE), round_up(length + (pos & ~PAGE_MASK), PAGE_SIZE), 0);
+	unmap_mapping_range(tmb_pages(inode), round_down(pos, PAGE_SIZE), round_up(length + (pos & ~PAGE_MASK), PAGE_SIZE), 0);
 	filemap_invalidate_unlock(inode->i_mapping);
 }
 
