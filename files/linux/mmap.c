@@ -29,6 +29,37 @@
 
 /* --- faults ------------------------------------------------------------------------------------------------ */
 
+static struct page *page_of(struct tmb_sb *s, u64 block)
+{
+	return pfn_to_page(s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + block);
+}
+
+/* Stores in 'runs' what is about to be mapped at 'index'; block 0: a hole. -EAGAIN: an older block is still mapped here, and must be unmapped first. */
+static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned long pages)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+	unsigned long value = block ? block << 1 | (pages > 1) : TMB_HOLE << 1, i;
+	void *old;
+
+	/* In an undamaged zone a block belongs to one place of one file. */
+	for (i = 0; block && i < pages; i++) {
+		struct page *page = page_of(s, block + i);
+		struct address_space *of = READ_ONCE(page->mapping);
+
+		if (of && (of != tmb_pages(inode) || page->index != index + i)) {
+			tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, block + i);
+			return -EUCLEAN;
+		}
+	}
+	old = xa_load(&ti->runs, index);
+	if (old && (xa_to_value(old) | (pages > 1)) == (value | (xa_to_value(old) & 1)))
+		return 0;
+	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
+		return -EAGAIN;
+	return xa_err(xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS));
+}
+
 /* Gives dax the blocks to map at pos. -EAGAIN: the file has changed, look again without the lock. */
 static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsigned int flags, struct iomap *iomap,
 			   struct iomap *srcmap)
@@ -37,9 +68,8 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	struct tmb_inode *ti = tmb_i(inode);
 	bool huge = length > PAGE_SIZE, told = smp_load_acquire(&ti->told_holes);
 	pgoff_t index = pos >> PAGE_SHIFT;
-	unsigned long value, pages = huge ? HPAGE_PMD_NR : 1, i;
+	unsigned long pages = huge ? HPAGE_PMD_NR : 1;
 	struct tfs_run run;
-	void *old;
 	int err;
 
 	err = tfs_map(&s->fs, tmb_h(inode), index, pages, &run);
@@ -64,38 +94,30 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 			return -EAGAIN;
 		iomap->type = IOMAP_HOLE;
 		iomap->addr = IOMAP_NULL_ADDR;
-		value = TMB_HOLE << 1;
 	} else {
-		u64 offset = s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT);
-		unsigned long pfn = s->zone.pfn + (offset >> PAGE_SHIFT);
-
 		if (run.count < pages)
 			return -EAGAIN;
-		/* In an undamaged zone a block belongs to one place of one file. */
-		for (i = 0; i < pages; i++) {
-			struct page *page = pfn_to_page(pfn + i);
-			struct address_space *of = READ_ONCE(page->mapping);
-
-			if (of && (of != tmb_pages(inode) || page->index != index + i)) {
-				tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, run.block + i);
-				return -EUCLEAN;
-			}
-		}
 		iomap->type = IOMAP_MAPPED;
-		iomap->addr = s->zone.dax_start + offset;
-		value = run.block << 1 | huge;
+		iomap->addr = s->zone.dax_start + s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT);
 	}
-	old = xa_load(&ti->runs, index);
-	if (old && (xa_to_value(old) | huge) == (value | (xa_to_value(old) & 1)))
-		return 0;
-	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
-		return -EAGAIN; /* an older block is still mapped here, and must be unmapped first */
-	old = xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS);
-	return xa_err(old);
+	return note_mapped(inode, index, run.block, pages);
+}
+
+/* As tmb_iomap_begin(), for holes only. */
+static int tmb_iomap_begin_hole(struct inode *inode, loff_t pos, loff_t length, unsigned int flags, struct iomap *iomap,
+				struct iomap *srcmap)
+{
+	int err = tmb_iomap_begin(inode, pos, length, flags, iomap, srcmap);
+
+	return !err && iomap->type != IOMAP_HOLE ? -EAGAIN : err;
 }
 
 static const struct iomap_ops tmb_iomap_ops = {
 	.iomap_begin = tmb_iomap_begin,
+};
+
+static const struct iomap_ops tmb_iomap_hole_ops = {
+	.iomap_begin = tmb_iomap_begin_hole,
 };
 
 /* Sets this member's mapper bit, with invalidate_lock held shared. */
@@ -196,12 +218,41 @@ static void unmap_stale(struct inode *inode)
 	}
 }
 
+/*
+ * A page that fs/dax maps is none of those that the kernel's memory management knows (vm_normal_page). If such a page of a private mapping is then written
+ * to, the kernel copies it by the address where it is mapped, in the address space of the process that writes: a debugger's, of whose memory
+ * the debugged process would get a copy. So a private mapping gets the block's page as from a page cache, with a reference. While the page is given and not
+ * yet mapped, the reference keeps a revoke from going on. Returns the page, or NULL: a hole, or *err is set.
+ */
+static struct page *private_page(struct inode *inode, pgoff_t index, int *err)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tfs_run run;
+	struct page *page;
+
+	if (index >= DIV_ROUND_UP((u64)i_size_read(inode), PAGE_SIZE)) {
+		*err = -EFAULT;
+		return NULL;
+	}
+	*err = tfs_map(&s->fs, tmb_h(inode), index, 1, &run);
+	if (!*err && run.block)
+		*err = note_mapped(inode, index, run.block, 1);
+	if (*err || !run.block)
+		return NULL;
+	page = page_of(s, run.block);
+	get_page(page);
+	return page;
+}
+
 static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 {
 	struct vm_area_struct *vma = vmf->vma;
 	struct inode *inode = file_inode(vma->vm_file);
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
+	/* Huge pages need no such care: a write splits them, and the small page is mapped anew. */
+	bool private = order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
+	struct page *page = NULL;
 	vm_fault_t ret = VM_FAULT_NOPAGE;
 	int err = 0;
 
@@ -239,7 +290,12 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		err = map_reference(inode);
 		if (!err) {
 			tmb_refresh_size(inode);
-			ret = dax_iomap_fault(vmf, order, NULL, &err, &tmb_iomap_ops);
+			if (private)
+				page = private_page(inode, vmf->pgoff, &err);
+			if (!err && !page)
+				ret = dax_iomap_fault(vmf, order, NULL, &err, private ? &tmb_iomap_hole_ops : &tmb_iomap_ops);
+			else if (err)
+				ret = fault_error(err);
 			again = err == -EAGAIN;
 			err = 0;
 		}
@@ -256,6 +312,10 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		ret = fault_error(err);
 	if (write)
 		sb_end_pagefault(inode->i_sb);
+	if (page) {
+		vmf->page = page; /* which the caller locks and maps, or copies */
+		return 0;
+	}
 	return ret;
 }
 

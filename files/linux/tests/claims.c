@@ -22,6 +22,7 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
@@ -1364,6 +1365,44 @@ static int guarded(char **a)
 	return 0;
 }
 
+#define POKED_AT 0x700000000000
+
+/*
+ * poked FILE: an unprivileged user writes a word into another process's private mapping of a file, whose page is there by a read. The other bytes stay the
+ * file's; they are neither zeroes nor what the writing process has at that address.
+ */
+static int poked(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666), status;
+
+	fill(buf, 65536, 3);
+	CHECK(fd >= 0 && pwrite(fd, buf, 65536, 0) == 65536);
+	CHECK(!setgid(1000) && !setuid(1000) && !prctl(PR_SET_DUMPABLE, 1));
+	for (int own = 0; own < 2; own++) {
+		uint64_t word = 0x4141414141414141;
+		struct iovec from = {&word, 8}, to = {(char *)POKED_AT + 96, 8};
+		int ready[2], go[2];
+		pid_t child;
+		char c;
+
+		CHECK(!pipe(ready) && !pipe(go) && (child = fork()) >= 0);
+		if (!child) {
+			char *m = mmap((void *)POKED_AT, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, 0);
+
+			CHECK(m != MAP_FAILED && *(volatile char *)m == buf[0]);
+			CHECK(write(ready[1], "x", 1) == 1 && read(go[0], &c, 1) == 1);
+			memcpy(buf + 96, &word, 8);
+			_exit(memcmp(m, buf, 65536) != 0);
+		}
+		CHECK(read(ready[0], &c, 1) == 1);
+		if (own)
+			CHECK(mmap((void *)POKED_AT, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE, -1, 0) != MAP_FAILED);
+		CHECK(process_vm_writev(child, &from, 1, &to, 1, 0) == 8 && write(go[1], "x", 1) == 1);
+		CHECK(waitpid(child, &status, 0) == child && !status);
+	}
+	return 0;
+}
+
 static const struct {
 	const char *name;
 	int (*run)(char **args);
@@ -1377,7 +1416,7 @@ static const struct {
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
 	{"polls", polls, 2}, {"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
-	{"cached", cached, 1}, {"guarded", guarded, 1},
+	{"cached", cached, 1}, {"guarded", guarded, 1}, {"poked", poked, 1},
 };
 
 int main(int argc, char **argv)
