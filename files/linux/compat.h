@@ -39,6 +39,12 @@ static inline void vm_flags_set(struct vm_area_struct *vma, vm_flags_t flags)
 #define TMB_ACL_BY_DENTRY 0
 #endif
 
+/*
+ * 6.5: cachestat(2) takes the entries of fs/dax in a file's mapping for shadows of evicted pages, and follows node numbers that it finds in them. So
+ * what is mapped is kept in a mapping that no open file leads to (mmap.c).
+ */
+#define TMB_PAGES_APART (LINUX_VERSION_CODE >= KERNEL_VERSION(6, 5, 0))
+
 /* 6.6: generic_fillattr() gets the request mask; ctime by accessor, times kept differently in update_time(). */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
 #define tmb_fillattr(idmap, mask, inode, stat) generic_fillattr(idmap, mask, inode, stat)

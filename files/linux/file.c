@@ -322,7 +322,7 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 	if (!err) {
 		tmb_refresh_size(inode);
 		/* Private copies of pages beyond the end go too. */
-		unmap_mapping_range(inode->i_mapping, round_up(size, PAGE_SIZE), 0, 1);
+		unmap_mapping_range(tmb_pages(inode), round_up(size, PAGE_SIZE), 0, 1);
 	}
 	end_removal(inode);
 	return err;

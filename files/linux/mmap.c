@@ -16,6 +16,7 @@
 #include <linux/pagemap.h>
 #include <linux/pfn_t.h>
 #include <linux/sched/signal.h>
+#include <linux/userfaultfd_k.h>
 
 /* The other reasons belong to other services. */
 #define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
@@ -28,6 +29,37 @@
 
 /* --- faults ------------------------------------------------------------------------------------------------ */
 
+static struct page *page_of(struct tmb_sb *s, u64 block)
+{
+	return pfn_to_page(s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + block);
+}
+
+/* Stores in 'runs' what is about to be mapped at 'index'; block 0: a hole. -EAGAIN: an older block is still mapped here, and must be unmapped first. */
+static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned long pages)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tmb_inode *ti = tmb_i(inode);
+	unsigned long value = block ? block << 1 | (pages > 1) : TMB_HOLE << 1, i;
+	void *old;
+
+	/* In an undamaged zone a block belongs to one place of one file. */
+	for (i = 0; block && i < pages; i++) {
+		struct page *page = page_of(s, block + i);
+		struct address_space *of = READ_ONCE(page->mapping);
+
+		if (of && (of != tmb_pages(inode) || page->index != index + i)) {
+			tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, block + i);
+			return -EUCLEAN;
+		}
+	}
+	old = xa_load(&ti->runs, index);
+	if (old && (xa_to_value(old) | (pages > 1)) == (value | (xa_to_value(old) & 1)))
+		return 0;
+	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
+		return -EAGAIN;
+	return xa_err(xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS));
+}
+
 /* Gives dax the blocks to map at pos. -EAGAIN: the file has changed, look again without the lock. */
 static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsigned int flags, struct iomap *iomap,
 			   struct iomap *srcmap)
@@ -36,9 +68,8 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 	struct tmb_inode *ti = tmb_i(inode);
 	bool huge = length > PAGE_SIZE, told = smp_load_acquire(&ti->told_holes);
 	pgoff_t index = pos >> PAGE_SHIFT;
-	unsigned long value, pages = huge ? HPAGE_PMD_NR : 1, i;
+	unsigned long pages = huge ? HPAGE_PMD_NR : 1;
 	struct tfs_run run;
-	void *old;
 	int err;
 
 	err = tfs_map(&s->fs, tmb_h(inode), index, pages, &run);
@@ -63,38 +94,30 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 			return -EAGAIN;
 		iomap->type = IOMAP_HOLE;
 		iomap->addr = IOMAP_NULL_ADDR;
-		value = TMB_HOLE << 1;
 	} else {
-		u64 offset = s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT);
-		unsigned long pfn = s->zone.pfn + (offset >> PAGE_SHIFT);
-
 		if (run.count < pages)
 			return -EAGAIN;
-		/* In an undamaged zone a block belongs to one place of one file. */
-		for (i = 0; i < pages; i++) {
-			struct page *page = pfn_to_page(pfn + i);
-			struct address_space *of = READ_ONCE(page->mapping);
-
-			if (of && (of != inode->i_mapping || page->index != index + i)) {
-				tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, run.block + i);
-				return -EUCLEAN;
-			}
-		}
 		iomap->type = IOMAP_MAPPED;
-		iomap->addr = s->zone.dax_start + offset;
-		value = run.block << 1 | huge;
+		iomap->addr = s->zone.dax_start + s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT);
 	}
-	old = xa_load(&ti->runs, index);
-	if (old && (xa_to_value(old) | huge) == (value | (xa_to_value(old) & 1)))
-		return 0;
-	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
-		return -EAGAIN; /* an older block is still mapped here, and must be unmapped first */
-	old = xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS);
-	return xa_err(old);
+	return note_mapped(inode, index, run.block, pages);
+}
+
+/* As tmb_iomap_begin(), for holes only. */
+static int tmb_iomap_begin_hole(struct inode *inode, loff_t pos, loff_t length, unsigned int flags, struct iomap *iomap,
+				struct iomap *srcmap)
+{
+	int err = tmb_iomap_begin(inode, pos, length, flags, iomap, srcmap);
+
+	return !err && iomap->type != IOMAP_HOLE ? -EAGAIN : err;
 }
 
 static const struct iomap_ops tmb_iomap_ops = {
 	.iomap_begin = tmb_iomap_begin,
+};
+
+static const struct iomap_ops tmb_iomap_hole_ops = {
+	.iomap_begin = tmb_iomap_begin_hole,
 };
 
 /* Sets this member's mapper bit, with invalidate_lock held shared. */
@@ -195,16 +218,47 @@ static void unmap_stale(struct inode *inode)
 	}
 }
 
+/*
+ * A page that fs/dax maps is none of those that the kernel's memory management knows (vm_normal_page). If such a page of a private mapping is then written
+ * to, the kernel copies it by the address where it is mapped, in the address space of the process that writes: a debugger's, of whose memory
+ * the debugged process would get a copy. So a private mapping gets the block's page as from a page cache, with a reference. While the page is given and not
+ * yet mapped, the reference keeps a revoke from going on. Returns the page, or NULL: a hole, or *err is set.
+ */
+static struct page *private_page(struct inode *inode, pgoff_t index, int *err)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tfs_run run;
+	struct page *page;
+
+	if (index >= DIV_ROUND_UP((u64)i_size_read(inode), PAGE_SIZE)) {
+		*err = -EFAULT;
+		return NULL;
+	}
+	*err = tfs_map(&s->fs, tmb_h(inode), index, 1, &run);
+	if (!*err && run.block)
+		*err = note_mapped(inode, index, run.block, 1);
+	if (*err || !run.block)
+		return NULL;
+	page = page_of(s, run.block);
+	get_page(page);
+	return page;
+}
+
 static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 {
 	struct vm_area_struct *vma = vmf->vma;
 	struct inode *inode = file_inode(vma->vm_file);
-	struct address_space *mapping = inode->i_mapping;
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
+	/* Huge pages need no such care: a write splits them, and the small page is mapped anew. */
+	bool private = order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
+	struct page *page = NULL;
 	vm_fault_t ret = VM_FAULT_NOPAGE;
 	int err = 0;
 
+	/* fs/dax maps nothing over a marker of userfaultfd(2): a system call that copies would fault here for good, and no signal would end it. */
+	if (vmf->flags & FAULT_FLAG_ORIG_PTE_VALID && pte_marker_uffd_wp(vmf->orig_pte))
+		return VM_FAULT_SIGBUS;
 	if (order != TMB_ORDER_PTE) {
 		struct tfs_run run;
 		pgoff_t start = vmf->pgoff & ~(pgoff_t)(HPAGE_PMD_NR - 1);
@@ -231,16 +285,21 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		err = give_way(inode);
 	/* A removal has the lock while it waits for other members' mappings. */
 	if (!err)
-		err = down_read_killable(&mapping->invalidate_lock);
+		err = down_read_killable(&inode->i_mapping->invalidate_lock);
 	if (!err) {
 		err = map_reference(inode);
 		if (!err) {
 			tmb_refresh_size(inode);
-			ret = dax_iomap_fault(vmf, order, NULL, &err, &tmb_iomap_ops);
+			if (private)
+				page = private_page(inode, vmf->pgoff, &err);
+			if (!err && !page)
+				ret = dax_iomap_fault(vmf, order, NULL, &err, private ? &tmb_iomap_hole_ops : &tmb_iomap_ops);
+			else if (err)
+				ret = fault_error(err);
 			again = err == -EAGAIN;
 			err = 0;
 		}
-		filemap_invalidate_unlock_shared(mapping);
+		filemap_invalidate_unlock_shared(inode->i_mapping);
 	}
 	if (again) {
 		/* The file changed during the fault, or an older block is still mapped here: unmap it now. */
@@ -253,6 +312,10 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		ret = fault_error(err);
 	if (write)
 		sb_end_pagefault(inode->i_sb);
+	if (page) {
+		vmf->page = page; /* which the caller locks and maps, or copies */
+		return 0;
+	}
 	return ret;
 }
 
@@ -273,10 +336,70 @@ static const struct vm_operations_struct tmb_vm_ops = {
 	.pfn_mkwrite = tmb_fault,
 };
 
+#if TMB_PAGES_APART
+void tmb_pages_init_once(struct inode *inode)
+{
+	address_space_init_once(&tmb_i(inode)->pages);
+}
+
+void tmb_pages_init(struct inode *inode)
+{
+	struct address_space *pages = &tmb_i(inode)->pages;
+
+	pages->host = inode;
+	pages->a_ops = &tmb_aops;
+	pages->flags = 0;
+	pages->wb_err = 0;
+	atomic_set(&pages->i_mmap_writable, 0);
+	mapping_set_gfp_mask(pages, GFP_HIGHUSER_MOVABLE);
+	init_rwsem(&pages->invalidate_lock);
+}
+
+/* Such a file tells no watcher of its open and its close: they are the mapping's. */
+bool tmb_opened_for_mapping(const struct file *file)
+{
+	return file->f_mapping == tmb_pages(file_inode(file));
+}
+
+/* Gives the mapping a file of its own, which no descriptor has, and whose mapping has the inode's mapped pages. */
+static int set_pages(struct file *file, struct vm_area_struct *vma)
+{
+	int flags = (file->f_flags & O_ACCMODE) | O_LARGEFILE | __FMODE_NONOTIFY;
+	struct file *own = dentry_open(&file->f_path, flags, file->f_cred);
+
+	if (IS_ERR(own))
+		return PTR_ERR(own);
+	own->f_mapping = tmb_pages(file_inode(file));
+	vma_set_file(vma, own);
+	fput(own);
+	return 0;
+}
+#else
+void tmb_pages_init_once(struct inode *inode)
+{
+}
+
+void tmb_pages_init(struct inode *inode)
+{
+}
+
+bool tmb_opened_for_mapping(const struct file *file)
+{
+	return false;
+}
+
+static int set_pages(struct file *file, struct vm_area_struct *vma)
+{
+	return 0;
+}
+#endif
+
 int tmb_mmap(struct file *file, struct vm_area_struct *vma)
 {
 	int err = tmb_refresh(file_inode(file));
 
+	if (!err)
+		err = set_pages(file, vma);
 	if (err)
 		return err;
 	file_accessed(file);
@@ -350,15 +473,14 @@ int tmb_revoke_locked(struct inode *inode)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
-	struct address_space *mapping = inode->i_mapping;
 	int err;
 
 	if (!ti->mapped)
 		return 0;
-	unmap_mapping_range(mapping, 0, 0, 0);
+	unmap_mapping_range(tmb_pages(inode), 0, 0, 0);
 	if (any_pinned(s, ti))
 		return -EBUSY;
-	truncate_inode_pages_range(mapping, 0, -1);
+	truncate_inode_pages_range(tmb_pages(inode), 0, -1);
 	xa_destroy(&ti->runs);
 	spin_lock(&s->mapped_lock);
 	list_del_init(&ti->mapped_link);
@@ -379,7 +501,7 @@ void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length)
 		return;
 	/* A fault that found the hole maps its zeroes before this; a later one finds the block. */
 	filemap_invalidate_lock(inode->i_mapping);
-	unmap_mapping_range(inode->i_mapping, round_down(pos, PAGE_SIZE), round_up(length + (pos & ~PAGE_MASK), PAGE_SIZE), 0);
+	unmap_mapping_range(tmb_pages(inode), round_down(pos, PAGE_SIZE), round_up(length + (pos & ~PAGE_MASK), PAGE_SIZE), 0);
 	filemap_invalidate_unlock(inode->i_mapping);
 }
 

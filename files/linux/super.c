@@ -9,6 +9,7 @@
 #include <linux/seq_file.h>
 #include <linux/slab.h>
 #include <linux/statfs.h>
+#include <linux/uuid.h>
 
 static struct kmem_cache *inode_cache;
 
@@ -30,6 +31,7 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 	ti->shows_holes = ti->told_holes = false;
 	ti->pinned_at = 0;
 	ti->lingers = NULL;
+	tmb_pages_init(&ti->vfs);
 	return &ti->vfs;
 }
 
@@ -47,6 +49,7 @@ static void inode_init_once_cb(void *p)
 	mutex_init(&ti->map_lock);
 	xa_init(&ti->runs);
 	INIT_LIST_HEAD(&ti->mapped_link);
+	tmb_pages_init_once(&ti->vfs);
 	inode_init_once(&ti->vfs);
 }
 
@@ -89,6 +92,8 @@ static const struct super_operations tmb_super_ops = {
 
 struct tmb_options {
 	int member;
+	bool zone_named; /* by the option that tmb_show_options() shows, which remounts pass back */
+	uuid_t zone;
 	struct tmb_zone probe;
 	char *path;
 	dev_t dev;
@@ -266,6 +271,8 @@ static int tmb_get_tree(struct fs_context *fc)
 	err = lookup_bdev(o->path, &o->dev);
 	if (err)
 		return err;
+	if (o->zone_named && memcmp(o->zone.b, o->probe.uuid, sizeof(o->probe.uuid)))
+		return invalf(fc, "tombolo: %s is zone %pU, not zone=%pU", fc->source, o->probe.uuid, &o->zone);
 	s = kzalloc(sizeof(*s), GFP_KERNEL);
 	if (!s)
 		return -ENOMEM;
@@ -340,9 +347,10 @@ static void tmb_kill_sb(struct super_block *sb)
 	free_sb(s);
 }
 
-enum { OPT_MEMBER };
+enum { OPT_MEMBER, OPT_ZONE };
 static const struct fs_parameter_spec tmb_params[] = {
 	fsparam_u32("member", OPT_MEMBER),
+	fsparam_string("zone", OPT_ZONE),
 	{},
 };
 
@@ -354,6 +362,12 @@ static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
 
 	if (opt < 0)
 		return opt;
+	if (opt == OPT_ZONE) {
+		if (uuid_parse(param->string, &o->zone))
+			return invalf(fc, "tombolo: zone=%s: no uuid", param->string);
+		o->zone_named = true;
+		return 0;
+	}
 	if (result.uint_32 >= TMB_MAX_MEMBERS)
 		return invalf(fc, "tombolo: member=%u: a zone has members 0 to %u", result.uint_32, TMB_MAX_MEMBERS - 1);
 	o->member = result.uint_32;
@@ -363,7 +377,11 @@ static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
 static int tmb_reconfigure(struct fs_context *fc)
 {
 	struct tmb_sb *s = tmb_sb(fc->root->d_sb);
+	struct tmb_options *o = fc->fs_private;
 
+	/* mount(8) and busybox pass the options back that /proc/mounts shows. */
+	if ((o->member >= 0 && o->member != s->fs.member) || (o->zone_named && memcmp(o->zone.b, s->zone.uuid, sizeof(s->zone.uuid))))
+		return invalf(fc, "tombolo: zone %s: a remount can't change the zone or the member: unmount it first", s->zone.name);
 	if (s->fs.read_only && s->may_write && !(fc->sb_flags & SB_RDONLY) && fc->sb_flags_mask & SB_RDONLY)
 		return invalf(fc, "tombolo: zone %s was mounted without taking part in it: unmount it, and mount it for writing", s->zone.name);
 	if (s->fs.read_only && !(fc->sb_flags & SB_RDONLY) && fc->sb_flags_mask & SB_RDONLY)

@@ -114,6 +114,9 @@ struct tmb_inode {
 	struct mutex map_lock; /* serializes map_reference(); its holder waits for no other member */
 	struct tmb_linger *lingers; /* closed while its pages are in use: the references that keep it; changes with invalidate_lock held */
 	struct mutex fault_lock; /* one allocation for a fault at a time */
+#if TMB_PAGES_APART
+	struct address_space pages; /* fs/dax's entries of what is mapped; empty unless 'mapped' */
+#endif
 	struct inode vfs;
 };
 
@@ -128,6 +131,16 @@ static inline struct tfs *tmb_fs(const struct inode *inode)
 static inline struct tmb_inode *tmb_i(const struct inode *inode)
 {
 	return container_of(inode, struct tmb_inode, vfs);
+}
+
+/* The mapping that mapped pages of the inode belong to. The invalidate_lock is that of i_mapping. */
+static inline struct address_space *tmb_pages(struct inode *inode)
+{
+#if TMB_PAGES_APART
+	return &tmb_i(inode)->pages;
+#else
+	return inode->i_mapping;
+#endif
 }
 
 static inline struct tfs_handle tmb_h(const struct inode *inode)
@@ -199,6 +212,9 @@ void tmb_changes_stop(struct tmb_sb *s);
 /* mmap.c */
 extern const struct address_space_operations tmb_aops;
 int tmb_mmap(struct file *file, struct vm_area_struct *vma);
+bool tmb_opened_for_mapping(const struct file *file);
+void tmb_pages_init_once(struct inode *inode);
+void tmb_pages_init(struct inode *inode);
 int tmb_revoke_locked(struct inode *inode);
 void tmb_mappings_close(struct inode *inode);
 void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length);

@@ -110,6 +110,7 @@ int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
 	return 0;
 unmap:
 	fs_put_dax(zone->dax, holder);
+	zone->addr = NULL; /* a caller that undoes all it did asks by this whether to detach the zone */
 close:
 	tmb_bdev_close(&zone->dev);
 	return err;

@@ -10,6 +10,7 @@
 #include <linux/falloc.h>
 #include <linux/fs.h>
 #include <linux/futex.h>
+#include <linux/userfaultfd.h>
 #include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -21,6 +22,7 @@
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
@@ -1296,6 +1298,111 @@ static int io(char **a)
 	return 0;
 }
 
+#ifndef __NR_cachestat
+#define __NR_cachestat 451
+#endif
+
+/* cached FILE: an unprivileged user asks for the page cache's statistics of a file that it maps in each way, which has no page there. */
+static int cached(char **a)
+{
+	static const int ways[][2] = {{PROT_READ, MAP_SHARED}, {PROT_READ, MAP_PRIVATE}, {PROT_READ | PROT_WRITE, MAP_SHARED}, {PROT_READ | PROT_WRITE, MAP_PRIVATE}};
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666);
+	const size_t size = 8 << 20;
+
+	CHECK(fd >= 0 && !ftruncate(fd, (off_t)size) && pwrite(fd, buf, 65536, 0) == 65536 && pwrite(fd, buf, sizeof(buf), 4 << 20) == sizeof(buf));
+	CHECK(!setgid(1000) && !setuid(1000));
+	for (int way = 0; way < 4; way++) {
+		struct { uint64_t off, len; } all = {0, 0};
+		uint64_t counts[5] = {1, 1, 1, 1, 1}; /* cached, dirty, under writeback, evicted, evicted lately */
+		volatile char *m = mmap(NULL, size, ways[way][0], ways[way][1], fd, 0);
+		long got;
+
+		CHECK(m != MAP_FAILED);
+		for (size_t at = 0; at < size; at += 4096)
+			(void)m[at];
+		got = syscall(__NR_cachestat, fd, &all, counts, 0);
+		/* Linux has it since 6.5. */
+		CHECK((got == -1 && errno == ENOSYS) || (!got && !counts[0] && !counts[1] && !counts[2] && !counts[3] && !counts[4]));
+		CHECK(!munmap((void *)m, size));
+	}
+	return 0;
+}
+
+#define MINE_ONLY 1 /* UFFD_USER_MODE_ONLY */
+#define WP_UNPOPULATED (1ull << 13)
+#define WP_ASYNC (1ull << 15)
+
+/*
+ * guarded FILE: an unprivileged user lets userfaultfd(2) watch for writes to a mapping, as Linux offers it since 6.7, and has system calls read and write
+ * pages of it that were not there. They end; a fault that comes back for ever in a system call ends by no signal.
+ */
+static int guarded(char **a)
+{
+	struct { uint64_t start, len, mode, ioctls; } watch = {.len = 1 << 20, .mode = UFFDIO_REGISTER_MODE_WP};
+	struct { uint64_t start, len, mode; } protect = {.len = 1 << 20, .mode = UFFDIO_WRITEPROTECT_MODE_WP};
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666), zero = open("/dev/zero", O_RDONLY), ends[2];
+
+	CHECK(fd >= 0 && zero >= 0 && !pipe(ends) && pwrite(fd, buf, 1 << 20, 0) == 1 << 20);
+	CHECK(!setgid(1000) && !setuid(1000));
+	for (int shared = 0; shared < 2; shared++) {
+		char *m = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, shared ? MAP_SHARED : MAP_PRIVATE, fd, 0);
+		int watcher = (int)syscall(__NR_userfaultfd, MINE_ONLY | O_CLOEXEC);
+		struct { uint64_t api, features, ioctls; } api = {UFFD_API, WP_UNPOPULATED | WP_ASYNC, 0};
+
+		CHECK(m != MAP_FAILED);
+		watch.start = protect.start = (uintptr_t)m;
+		if (watcher < 0 || ioctl(watcher, UFFDIO_API, &api) || ioctl(watcher, UFFDIO_REGISTER, &watch)) {
+			CHECK(errno == EINVAL);
+			return 0;
+		}
+		CHECK(!ioctl(watcher, UFFDIO_WRITEPROTECT, &protect));
+		CHECK(write(ends[1], m, 4096) == 4096 ? read(ends[0], buf2, 4096) == 4096 : errno == EFAULT);
+		CHECK(read(zero, m + 4096, 4096) == 4096 || errno == EFAULT);
+		CHECK(!close(watcher));
+		CHECK(read(zero, m, 8192) == 8192 && m[0] == 0);
+		CHECK(!munmap(m, 1 << 20));
+	}
+	return 0;
+}
+
+#define POKED_AT 0x700000000000
+
+/*
+ * poked FILE: an unprivileged user writes a word into another process's private mapping of a file, whose page is there by a read. The other bytes stay the
+ * file's; they are neither zeroes nor what the writing process has at that address.
+ */
+static int poked(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666), status;
+
+	fill(buf, 65536, 3);
+	CHECK(fd >= 0 && pwrite(fd, buf, 65536, 0) == 65536);
+	CHECK(!setgid(1000) && !setuid(1000) && !prctl(PR_SET_DUMPABLE, 1));
+	for (int own = 0; own < 2; own++) {
+		uint64_t word = 0x4141414141414141;
+		struct iovec from = {&word, 8}, to = {(char *)POKED_AT + 96, 8};
+		int ready[2], go[2];
+		pid_t child;
+		char c;
+
+		CHECK(!pipe(ready) && !pipe(go) && (child = fork()) >= 0);
+		if (!child) {
+			char *m = mmap((void *)POKED_AT, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, 0);
+
+			CHECK(m != MAP_FAILED && *(volatile char *)m == buf[0]);
+			CHECK(write(ready[1], "x", 1) == 1 && read(go[0], &c, 1) == 1);
+			memcpy(buf + 96, &word, 8);
+			_exit(memcmp(m, buf, 65536) != 0);
+		}
+		CHECK(read(ready[0], &c, 1) == 1);
+		if (own)
+			CHECK(mmap((void *)POKED_AT, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE, -1, 0) != MAP_FAILED);
+		CHECK(process_vm_writev(child, &from, 1, &to, 1, 0) == 8 && write(go[1], "x", 1) == 1);
+		CHECK(waitpid(child, &status, 0) == child && !status);
+	}
+	return 0;
+}
+
 static const struct {
 	const char *name;
 	int (*run)(char **args);
@@ -1309,6 +1416,7 @@ static const struct {
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
 	{"polls", polls, 2}, {"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
+	{"cached", cached, 1}, {"guarded", guarded, 1}, {"poked", poked, 1},
 };
 
 int main(int argc, char **argv)

@@ -82,6 +82,15 @@ class Guest:
         rc = int(self.until(b">>", TIMEOUT))
         return rc, out.decode(errors="replace").strip()
 
+    def ended(self):
+        """Whether the command that was started has ended. It doesn't wait."""
+        while self.selector.select(0):
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
+                raise Failed("%s: the guest is gone; console:\n%s" % (self.name, self.log()[-4000:]))
+            self.buffer += data
+        return b"<<rc=" in self.buffer
+
     def run(self, command, timeout=TIMEOUT):
         self.start(command)
         return self.finish(timeout)
