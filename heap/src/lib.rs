@@ -18,12 +18,15 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::io::Write;
 
+/// No part of a backtrace is as large. What the standard library reads into memory may be, where a file says that it is: then the read fails.
+const HUGE: usize = 1 << 30;
+
 thread_local! {
     /// The caller of this thread's allocation handles its failure.
     static MAY_FAIL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The system's allocator; where that returns no memory, the process ends by SIGABRT.
+/// The system's allocator; where that returns no memory, the process ends by SIGABRT. An allocation of 1 GiB or more fails as the system's does.
 #[derive(Debug)]
 pub struct Heap;
 
@@ -62,7 +65,7 @@ fn checked(memory: *mut u8, size: usize) -> *mut u8 {
 #[cold]
 #[inline(never)]
 fn failed(size: usize) -> *mut u8 {
-    if MAY_FAIL.get() {
+    if MAY_FAIL.get() || size >= HUGE {
         return std::ptr::null_mut();
     }
     // This takes no lock and allocates nothing, as std::io::stderr would.

@@ -68,3 +68,19 @@ fn a_buffer_that_is_not_had_is_no_end() {
     assert_eq!(tombolo_heap::zeroed(usize::MAX), None);
     assert_eq!(tombolo_heap::zeroed(1 << 20), Some(vec![0; 1 << 20]));
 }
+
+#[test]
+fn a_file_that_says_it_is_huge_is_an_error_and_no_end() {
+    let test = "a_file_that_says_it_is_huge_is_an_error_and_no_end";
+    if !is_part(test) {
+        let out = in_little_memory(test);
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        return;
+    }
+    let path = std::env::temp_dir().join(format!("tombolo-huge-{}", std::process::id()));
+    let file = std::fs::File::create(&path).expect("a file");
+    file.set_len(2 * LIMIT).expect("a hole");
+    let read = std::fs::read(&path);
+    std::fs::remove_file(&path).expect("removed");
+    assert_eq!(read.expect_err("there is no memory").kind(), std::io::ErrorKind::OutOfMemory);
+}
