@@ -389,6 +389,7 @@ int tmb_release_inode(struct inode *inode, struct file *file)
 {
 	if (file->f_mode & FMODE_WRITE && !tmb_opened_for_mapping(file))
 		tmb_tell(file_dentry(file), FS_CLOSE_WRITE);
+	tmb_release_mappings(file);
 	tmb_unhold(inode);
 	return 0;
 }

@@ -11,11 +11,14 @@
  */
 #include "tombolo.h"
 
+#include <linux/cred.h>
 #include <linux/delay.h>
+#include <linux/file.h>
 #include <linux/iomap.h>
 #include <linux/pagemap.h>
 #include <linux/pfn_t.h>
 #include <linux/sched/signal.h>
+#include <linux/sched/task.h>
 #include <linux/userfaultfd_k.h>
 
 /* The other reasons belong to other services. */
@@ -337,6 +340,8 @@ static const struct vm_operations_struct tmb_vm_ops = {
 };
 
 #if TMB_PAGES_APART
+static const struct cred *kernel_cred;
+
 void tmb_pages_init_once(struct inode *inode)
 {
 	address_space_init_once(&tmb_i(inode)->pages);
@@ -355,24 +360,68 @@ void tmb_pages_init(struct inode *inode)
 	init_rwsem(&pages->invalidate_lock);
 }
 
-/* Such a file tells no watcher of its open and its close: they are the mapping's. */
+/* Such a file tells no watcher of its open and its close: they are the mappings'. */
 bool tmb_opened_for_mapping(const struct file *file)
 {
-	return file->f_mapping == tmb_pages(file_inode(file));
+	return file->f_mapping == tmb_pages(file_inode(file)) && !(file->f_mode & FMODE_BACKING);
 }
 
-/* Gives the mapping a file of its own, which no descriptor has, and whose mapping has the inode's mapped pages. */
-static int set_pages(struct file *file, struct vm_area_struct *vma)
+/*
+ * Returns the file that all mappings by this one have. No descriptor has it, and its mapping has the inode's mapped pages. It is opened at the first mmap
+ * and kept until this file's release, so that who maps a file often takes no more of the system's open files. The kernel opens it: security modules have
+ * checked the program's open, and one that decides by names would refuse the file once it is renamed.
+ */
+static struct file *file_of_mappings(struct file *file)
 {
 	int flags = (file->f_flags & O_ACCMODE) | O_LARGEFILE | __FMODE_NONOTIFY;
-	struct file *own = dentry_open(&file->f_path, flags, file->f_cred);
+	struct file *own = READ_ONCE(file->private_data), *other;
 
+	if (own)
+		return own;
+	own = dentry_open(&file->f_path, flags, kernel_cred);
+	if (IS_ERR(own))
+		return own;
+	own->f_mapping = tmb_pages(file_inode(file));
+	other = cmpxchg(&file->private_data, NULL, own);
+	if (!other)
+		return own;
+	fput(own);
+	return other;
+}
+
+static int set_pages(struct file *file, struct vm_area_struct *vma)
+{
+	struct file *own;
+
+	if (tmb_opened_for_mapping(file)) /* remap_file_pages(2) */
+		return 0;
+	/* No descriptor has overlayfs's own file of a lower file, either, and /proc/PID/maps shows the overlay's path by it. */
+	if (file->f_mode & FMODE_BACKING) {
+		WRITE_ONCE(file->f_mapping, tmb_pages(file_inode(file)));
+		return 0;
+	}
+	own = file_of_mappings(file);
 	if (IS_ERR(own))
 		return PTR_ERR(own);
-	own->f_mapping = tmb_pages(file_inode(file));
 	vma_set_file(vma, own);
-	fput(own);
 	return 0;
+}
+
+void tmb_release_mappings(struct file *file)
+{
+	if (file->private_data)
+		fput(file->private_data);
+}
+
+static int pages_init(void)
+{
+	kernel_cred = prepare_kernel_cred(&init_task);
+	return kernel_cred ? 0 : -ENOMEM;
+}
+
+static void pages_exit(void)
+{
+	put_cred(kernel_cred);
 }
 #else
 void tmb_pages_init_once(struct inode *inode)
@@ -391,6 +440,19 @@ bool tmb_opened_for_mapping(const struct file *file)
 static int set_pages(struct file *file, struct vm_area_struct *vma)
 {
 	return 0;
+}
+
+void tmb_release_mappings(struct file *file)
+{
+}
+
+static int pages_init(void)
+{
+	return 0;
+}
+
+static void pages_exit(void)
+{
 }
 #endif
 
@@ -520,13 +582,21 @@ static void stop_lingering(struct work_struct *work)
 
 int tmb_mappings_init(void)
 {
+	int err = pages_init();
+
+	if (err)
+		return err;
 	put_queue = alloc_workqueue("tombolo-put", WQ_UNBOUND, 0);
-	return put_queue ? 0 : -ENOMEM;
+	if (put_queue)
+		return 0;
+	pages_exit();
+	return -ENOMEM;
 }
 
 void tmb_mappings_exit(void)
 {
 	destroy_workqueue(put_queue);
+	pages_exit();
 }
 
 /* Called after the last close. A mapping has its file open, so now there is none. */

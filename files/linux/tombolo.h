@@ -213,6 +213,7 @@ void tmb_changes_stop(struct tmb_sb *s);
 extern const struct address_space_operations tmb_aops;
 int tmb_mmap(struct file *file, struct vm_area_struct *vma);
 bool tmb_opened_for_mapping(const struct file *file);
+void tmb_release_mappings(struct file *file);
 void tmb_pages_init_once(struct inode *inode);
 void tmb_pages_init(struct inode *inode);
 int tmb_revoke_locked(struct inode *inode);

@@ -1328,6 +1328,64 @@ static int cached(char **a)
 	return 0;
 }
 
+/*
+ * many FILE: an unprivileged user maps a file by one descriptor more often than the system has open files left. All of it succeeds, and leaves the others
+ * theirs. Memory and the limit of mappings for a process bound it, not the limit that all users share.
+ */
+static int many(char **a)
+{
+	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666), status;
+	FILE *limit = fopen("/proc/sys/fs/file-max", "r+"), *used = fopen("/proc/sys/fs/file-nr", "r");
+	unsigned long was, now;
+	pid_t child;
+
+	CHECK(fd >= 0 && limit && used && pwrite(fd, buf, 4096, 0) == 4096);
+	CHECK(fscanf(limit, "%lu", &was) == 1 && fscanf(used, "%lu", &now) == 1);
+	rewind(limit);
+	CHECK(fprintf(limit, "%lu", now + 500) > 0 && !fflush(limit) && (child = fork()) >= 0);
+	if (!child) {
+		CHECK(!setgid(1000) && !setuid(1000));
+		for (int i = 0; i < 4000; i++) {
+			volatile char *m = mmap(NULL, 4096, PROT_READ, i % 2 ? MAP_SHARED : MAP_PRIVATE, fd, 0);
+
+			CHECK(m != MAP_FAILED && m[0] == buf[0]);
+		}
+		CHECK(open("/dev/null", O_RDONLY) >= 0);
+		_exit(0);
+	}
+	CHECK(waitpid(child, &status, 0) == child);
+	rewind(limit);
+	CHECK(fprintf(limit, "%lu", was) > 0 && !fflush(limit) && !status);
+	return 0;
+}
+
+/* overlaid FILE: a file that a program maps through overlayfs has there the name that the program opened. Statistics of the page cache harm no kernel. */
+static int overlaid(char **a)
+{
+	struct { uint64_t off, len; } all = {0, 0};
+	uint64_t counts[5];
+	int fd = open(a[0], O_RDONLY);
+	char line[4096], start[32];
+	bool named = false;
+	FILE *maps;
+
+	CHECK(fd >= 0 && read(fd, buf, 4096) == 4096);
+	for (int shared = 0; shared < 2; shared++) {
+		char *m = mmap(NULL, 4096, PROT_READ, shared ? MAP_SHARED : MAP_PRIVATE, fd, 0);
+
+		CHECK(m != MAP_FAILED && !memcmp(m, buf, 4096));
+		CHECK(!syscall(__NR_cachestat, fd, &all, counts, 0) || errno == ENOSYS);
+		sprintf(start, "%lx-", (unsigned long)m);
+		CHECK((maps = fopen("/proc/self/maps", "r")));
+		while (fgets(line, sizeof(line), maps))
+			if (strstr(line, start) == line)
+				named = strstr(line, a[0]);
+		CHECK(named && !fclose(maps) && !munmap(m, 4096));
+		named = false;
+	}
+	return 0;
+}
+
 #define MINE_ONLY 1 /* UFFD_USER_MODE_ONLY */
 #define WP_UNPOPULATED (1ull << 13)
 #define WP_ASYNC (1ull << 15)
@@ -1416,7 +1474,8 @@ static const struct {
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
 	{"polls", polls, 2}, {"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
-	{"cached", cached, 1}, {"guarded", guarded, 1}, {"poked", poked, 1},
+	{"cached", cached, 1}, {"guarded", guarded, 1}, {"poked", poked, 1}, {"many", many, 1},
+	{"overlaid", overlaid, 1},
 };
 
 int main(int argc, char **argv)

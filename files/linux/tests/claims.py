@@ -238,6 +238,18 @@ def statistics_of_the_page_cache_of_a_mapped_file_harm_no_kernel(a):
 
 
 @claim(1)
+def a_user_who_maps_a_file_often_leaves_the_other_users_their_open_files(a):
+    a.ok("claims many /mnt/f && rm /mnt/f")
+
+
+@claim(1)
+def a_file_that_is_mapped_through_overlayfs_has_the_name_there(a):
+    a.ok("mkdir /mnt/lower /tmp/upper /tmp/work /tmp/overlay; head -c 8192 /dev/urandom > /mnt/lower/f")
+    a.ok("mount -t overlay -o lowerdir=/mnt/lower,upperdir=/tmp/upper,workdir=/tmp/work overlay /tmp/overlay")
+    a.ok("claims overlaid /tmp/overlay/f && umount /tmp/overlay && rm -r /mnt/lower /tmp/upper /tmp/work /tmp/overlay")
+
+
+@claim(1)
 def a_system_call_that_copies_to_a_mapping_which_userfaultfd_watches_ends(a):
     a.ok("timeout -s KILL 60 claims guarded /mnt/f && rm /mnt/f", timeout=120)
 
@@ -946,7 +958,7 @@ def main():
         for kernel, root, headers in kernels:
             suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
             base = (kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work))
-            rig = Rig(*base, work, [*programs, *suites])
+            rig = Rig(*base, work, [*programs, *suites], modules=["overlay"])
             rig.without_module = lambda more: Rig(*base, tempfile.mkdtemp(dir=work), [*programs, *more], modules=["fuse"], late=True)
             rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
