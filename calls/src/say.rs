@@ -4,12 +4,14 @@
 
 use std::fmt::Arguments;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// A log that this process has for itself begins anew when it has grown to this many bytes.
 const LIMIT: u64 = 4 << 20;
 /// A pipe that poll(2) calls writable has room for this many bytes (PIPE_BUF), and takes them as a whole.
 const PIECE: usize = 4096;
+/// A thread that finds another one writing looks again so often, and leaves its line out then: the other may have been stopped.
+const LOOKS: u32 = 1000;
 
 /// A descriptor that lines are written to.
 struct Sink {
@@ -18,11 +20,37 @@ struct Sink {
     lost: AtomicU64,
     /// Set for a file that only this process writes to.
     own: AtomicBool,
+    /// The number of the process of which a thread writes; 0: none does. Of two threads that see the same room, the second would wait for more.
+    writer: AtomicU32,
 }
 
-static STDERR: Sink = Sink { fd: libc::STDERR_FILENO, lost: AtomicU64::new(0), own: AtomicBool::new(false) };
+static STDERR: Sink = Sink::of(libc::STDERR_FILENO, false);
 
 impl Sink {
+    const fn of(fd: RawFd, own: bool) -> Sink {
+        Sink { fd, lost: AtomicU64::new(0), own: AtomicBool::new(own), writer: AtomicU32::new(0) }
+    }
+
+    /// Returns whether this thread alone of its process may write until [`Sink::leave`].
+    fn enter(&self) -> bool {
+        let this = std::process::id();
+        for _ in 0..LOOKS {
+            let writer = self.writer.load(Ordering::Relaxed);
+            // A process that was forked while another thread wrote doesn't have that thread.
+            if writer != this
+                && self.writer.compare_exchange(writer, this, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            {
+                return true;
+            }
+            std::thread::yield_now();
+        }
+        false
+    }
+
+    fn leave(&self) {
+        self.writer.store(0, Ordering::Release);
+    }
+
     /// Returns whether a piece can be written without waiting.
     fn is_ready(&self) -> bool {
         let mut fd = libc::pollfd { fd: self.fd, events: libc::POLLOUT, revents: 0 };
@@ -60,6 +88,15 @@ impl Sink {
     }
 
     fn write(&self, bytes: &[u8]) {
+        if self.enter() {
+            self.write_alone(bytes);
+            self.leave();
+        } else {
+            self.lost.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn write_alone(&self, bytes: &[u8]) {
         if self.own.load(Ordering::Relaxed) {
             self.bound();
         }
@@ -105,7 +142,7 @@ mod tests {
     use std::os::fd::{AsRawFd, FromRawFd};
 
     fn sink(fd: &impl AsRawFd, own: bool) -> Sink {
-        Sink { fd: fd.as_raw_fd(), lost: AtomicU64::new(0), own: AtomicBool::new(own) }
+        Sink::of(fd.as_raw_fd(), own)
     }
 
     #[test]
@@ -134,13 +171,36 @@ mod tests {
     }
 
     #[test]
+    fn threads_that_write_at_once_wait_for_no_pipe_that_is_not_read() {
+        for _ in 0..1000 {
+            let mut ends = [0; 2];
+            // SAFETY: room for two descriptors, which are fresh.
+            let [_reads, writes] = unsafe {
+                assert_eq!(libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC), 0);
+                ends.map(|end| std::fs::File::from_raw_fd(end))
+            };
+            let sink = sink(&writes, false);
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    // More than a pipe takes.
+                    scope.spawn(|| (0..20).for_each(|_| sink.write(&[b'x'; PIECE])));
+                }
+            });
+            let (mut room, all) = (0, 4 * 20 * PIECE as u64);
+            // SAFETY: room for an integer, which lives during the call.
+            assert_eq!(unsafe { libc::ioctl(writes.as_raw_fd(), libc::FIONREAD, &raw mut room) }, 0);
+            assert!(sink.lost.load(Ordering::Relaxed) + room as u64 >= all);
+        }
+    }
+
+    #[test]
     fn a_full_disk_and_a_closed_descriptor_make_nobody_panic() {
         let full = std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
         let full = sink(&full, false);
         full.write(b"lost");
         full.write(b"too");
         assert_eq!(full.lost.load(Ordering::Relaxed), 7);
-        let closed = Sink { fd: -1, lost: AtomicU64::new(0), own: AtomicBool::new(true) };
+        let closed = Sink::of(-1, true);
         closed.write(b"lost");
         assert_eq!(closed.lost.load(Ordering::Relaxed), 4);
     }

@@ -220,22 +220,16 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
             done(libc::write(fd, text.as_ptr().cast(), len) as libc::c_int)?;
             done(libc::close(fd))?;
         }
-        for (to, fd) in (0..).zip(&prepared.descriptors) {
-            done(libc::dup2(*fd, to))?;
-        }
-        // All other descriptors of this process, however they were opened.
-        let rest = prepared.descriptors.len();
-        done(libc::syscall(libc::SYS_close_range, rest, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC)
-            as libc::c_int)?;
-        if prepared.nice != 0 {
-            let own = libc::getpriority(libc::PRIO_PROCESS, 0);
-            done(libc::setpriority(libc::PRIO_PROCESS, 0, own + prepared.nice))?;
-        }
         // Programs expect signals that are ignored or blocked here to be as they were.
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
         let mut none = std::mem::zeroed();
         libc::sigemptyset(&mut none);
         done(libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut()))?;
+        keep_only(&prepared.descriptors, prepared.failed)?;
+        if prepared.nice != 0 {
+            let own = libc::getpriority(libc::PRIO_PROCESS, 0);
+            done(libc::setpriority(libc::PRIO_PROCESS, 0, own + prepared.nice))?;
+        }
         // A group of its own: what the kernel sends to a process group for a worker's sake reaches neither the server nor other workers.
         done(libc::setpgid(0, 0))?;
         done(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
@@ -243,6 +237,42 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
         libc::execve(c"/proc/self/exe".as_ptr(), prepared.arguments.as_ptr(), prepared.variables.as_ptr());
         None
     }
+}
+
+extern "C" fn nothing(_signal: libc::c_int) {}
+
+/// Gives these descriptors the numbers from 0 on, and closes all others of this process but `failed`, however they were opened. All have larger numbers than they get.
+///
+/// The others are copies of the server's sockets, which the server may have closed meanwhile: then their clients' files end here ([`tombolo_brief`]), for which nobody waits for hours, as signals
+/// come. They don't come any more after execve, which closes descriptors as well.
+///
+/// # Safety
+/// As for [`become_program`].
+unsafe fn keep_only(descriptors: &[RawFd], failed: RawFd) -> Option<()> {
+    let done = |r: libc::c_int| (r >= 0).then_some(());
+    let timer = |micros| {
+        let interval = libc::timeval { tv_sec: 0, tv_usec: micros };
+        let times = libc::itimerval { it_interval: interval, it_value: interval };
+        // SAFETY: a structure that lives during the call.
+        done(unsafe { libc::setitimer(libc::ITIMER_REAL, &times, std::ptr::null_mut()) })
+    };
+    // SAFETY: as the caller promises.
+    unsafe {
+        libc::signal(libc::SIGALRM, nothing as extern "C" fn(libc::c_int) as libc::sighandler_t);
+        timer(tombolo_brief::A_MOMENT.as_micros() as libc::suseconds_t)?;
+        for (to, fd) in (0..).zip(descriptors) {
+            done(libc::dup2(*fd, to))?;
+        }
+        let (rest, failed) = (descriptors.len() as libc::c_uint, failed as libc::c_uint);
+        for (first, last) in [(rest, failed.checked_sub(1)?), (failed + 1, libc::c_uint::MAX)] {
+            if first <= last {
+                done(libc::syscall(libc::SYS_close_range, first, last, 0) as libc::c_int)?;
+            }
+        }
+        timer(0)?;
+        libc::signal(libc::SIGALRM, libc::SIG_DFL);
+    }
+    Some(())
 }
 
 fn copy_above(fd: BorrowedFd<'_>, least: RawFd) -> io::Result<OwnedFd> {
@@ -253,4 +283,44 @@ fn copy_above(fd: BorrowedFd<'_>, least: RawFd) -> io::Result<OwnedFd> {
     }
     // SAFETY: the copy is fresh.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+    use tombolo_brief::{Brief, endless};
+
+    #[test]
+    fn a_process_that_is_started_waits_for_no_file_of_a_client_that_has_gone_meanwhile() {
+        let (file, _others) = endless::lingering().expect("a connection");
+        let (ours, theirs) = UnixStream::pair().expect("a pair");
+        endless::pass(&theirs, b"T", file).expect("passed");
+        let ours = Brief::from(ours);
+        let (reads, writes) = rustix::pipe::pipe().expect("a pipe");
+        let null = File::open("/dev/null").expect("/dev/null");
+        let ([kept, failed], go) = ([&null; 2].map(|fd| copy_above(fd.as_fd(), 3).expect("a copy")), [1]);
+        // SAFETY: the child makes async-signal-safe calls only, with what lives in its copy of the memory.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            // SAFETY: as above.
+            unsafe {
+                // Until the other process has closed its end.
+                let mut byte = [0_u8; 1];
+                libc::read(reads.as_raw_fd(), byte.as_mut_ptr().cast(), 1);
+                let kept = keep_only(&[kept.as_raw_fd()], failed.as_raw_fd());
+                let others_closed = libc::fcntl(reads.as_raw_fd(), libc::F_GETFD) < 0;
+                let is_left =
+                    libc::fcntl(failed.as_raw_fd(), libc::F_GETFD) >= 0 && libc::fcntl(0, libc::F_GETFD) >= 0;
+                libc::_exit(if kept.is_some() && others_closed && is_left { 0 } else { 1 });
+            }
+        }
+        assert!(pid > 0);
+        drop(ours);
+        rustix::io::write(&writes, &go).expect("written");
+        let mut status = -1;
+        // SAFETY: integers, and room for a status.
+        assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+        assert_eq!(status, 0);
+    }
 }

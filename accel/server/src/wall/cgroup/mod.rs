@@ -22,7 +22,7 @@ use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tombolo_calls::say;
 
@@ -36,6 +36,8 @@ const IDLE: &str = "cpu.idle";
 pub struct Delegated {
     own: Arc<Own>,
     next: Arc<AtomicU64>,
+    /// The folders of its groups that live. Their names don't tell: a server in another PID namespace may have this one's number, and divide the same group.
+    groups: Arc<Mutex<Vec<Weak<Path>>>>,
     /// The kernel knows idle groups.
     can_idle: bool,
 }
@@ -50,7 +52,7 @@ struct Own {
 /// The group of a tenant or of a worker; ends with this value, and its processes with it.
 #[derive(Debug)]
 pub struct Group {
-    folder: PathBuf,
+    folder: Arc<Path>,
     open: OwnedFd,
     weight: u32,
 }
@@ -204,7 +206,8 @@ impl Delegated {
         set(&own.folder, "cgroup.subtree_control", CONTROLLERS).context(
             "no group to divide: it needs the controllers memory, pids and cpu, no process in it, and an owner who is this user",
         )?;
-        let mut delegated = Delegated { own: Arc::new(own), next: Arc::default(), can_idle: false };
+        let mut delegated =
+            Delegated { own: Arc::new(own), next: Arc::default(), groups: Arc::default(), can_idle: false };
         // A controller that is missing fails now, and not when a client comes.
         let trial = delegated.worker(&Limits::default())?;
         if !trial.folder.join("cgroup.kill").exists() {
@@ -239,10 +242,24 @@ impl Delegated {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
+    fn groups(&self) -> MutexGuard<'_, Vec<Weak<Path>>> {
+        // A list stays whole whatever happens between two changes.
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a group among this server's.
+    fn counted(&self, group: Group) -> Group {
+        let mut groups = self.groups();
+        groups.retain(|folder| folder.strong_count() > 0);
+        groups.push(Arc::downgrade(&group.folder));
+        group
+    }
+
     /// A new group for the worker of a client that came by a socket.
     pub fn worker(&self, limits: &Limits) -> anyhow::Result<Group> {
         self.restore()?;
-        Group::worker(&self.own.folder, self.number(), &Most::of_worker(limits))
+        let group = Group::worker(&self.own.folder, self.number(), &Most::of_worker(limits));
+        group.map(|group| self.counted(group))
     }
 
     /// A new group for a worker of a VM, in the VM's.
@@ -254,19 +271,17 @@ impl Delegated {
     pub fn vm(&self, name: &str, limits: &Limits, channels: u32) -> anyhow::Result<Group> {
         self.restore()?;
         let name = format!("vm-{}-{}-{name}", std::process::id(), self.number());
-        let group = Group::new(self.own.folder.join(name), &Most::of_vm(limits, channels))?;
+        let group = self.counted(Group::new(self.own.folder.join(name), &Most::of_vm(limits, channels))?);
         set(&group.folder, "cgroup.subtree_control", CONTROLLERS)?;
         Ok(group)
     }
 
     /// Kills this server's workers, and removes their groups. For a server that is about to end.
     pub fn end(&self) {
-        for group in folders(&self.own.folder) {
-            let server = group.file_name().and_then(|name| name.to_str()).and_then(server_of);
-            if server == Some(std::process::id()) {
-                // The thread that waits for the worker removes its group, too.
-                let _gone = remove(&group, Some(KILL_TIMEOUT));
-            }
+        let groups: Vec<_> = self.groups().iter().filter_map(Weak::upgrade).collect();
+        for group in groups {
+            // The thread that waits for the worker removes its group, too.
+            let _gone = remove(&group, Some(KILL_TIMEOUT));
         }
         if self.own.made.is_some() {
             // The next server tries again.
@@ -279,7 +294,7 @@ impl Group {
     fn new(folder: PathBuf, most: &Most) -> anyhow::Result<Group> {
         let open = made(&folder)?;
         // Removed from here on, whatever fails.
-        let group = Group { folder, open, weight: most.weight };
+        let group = Group { folder: folder.into(), open, weight: most.weight };
         set(&group.folder, "memory.max", &most.memory.to_string())?;
         no_swap(&group.folder)?;
         set(&group.folder, "pids.max", &most.tasks.to_string())?;
@@ -347,7 +362,7 @@ mod tests {
     fn a_group_that_is_not_idle_any_more_has_its_weight() {
         let folder = tempfile::tempdir().expect("a folder");
         let open = File::open(folder.path()).expect("it is there").into();
-        let group = Group { folder: folder.path().to_owned(), open, weight: 30 };
+        let group = Group { folder: folder.path().into(), open, weight: 30 };
         let file = |name: &str| std::fs::read_to_string(folder.path().join(name)).ok();
         group.set_idle(true).expect("written");
         assert_eq!((file(IDLE).as_deref(), file("cpu.weight")), (Some("1"), None));
@@ -371,7 +386,7 @@ mod tests {
         let folder = top.path().join("accel");
         for lock in [None, Some(Mutex::new(made(&folder).expect("made")))] {
             let own = Arc::new(Own { folder: folder.clone(), made: lock });
-            let delegated = Delegated { own, next: Arc::default(), can_idle: false };
+            let delegated = Delegated { own, next: Arc::default(), groups: Arc::default(), can_idle: false };
             for _ in 0..2 {
                 if folder.exists() {
                     std::fs::remove_dir_all(&folder).expect("removed");
@@ -398,6 +413,23 @@ mod tests {
             drop(lock);
             assert!(is_left(&folder));
         }
+    }
+
+    #[test]
+    fn a_server_that_ends_kills_no_process_of_another_with_its_number_that_divides_the_same_group() {
+        let top = tempfile::tempdir().expect("a folder");
+        let [one, other] = [(); 2].map(|()| Delegated {
+            own: Arc::new(Own { folder: top.path().to_owned(), made: None }),
+            next: Arc::default(),
+            groups: Arc::default(),
+            can_idle: false,
+        });
+        let group = one.worker(&Limits::default()).expect("a group");
+        let is_killed = || group.folder.join("cgroup.kill").exists();
+        other.end();
+        assert!(group.folder.exists() && !is_killed());
+        one.end();
+        assert!(is_killed());
     }
 
     #[test]
