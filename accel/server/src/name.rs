@@ -10,6 +10,7 @@ use anyhow::{Context, bail};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -52,7 +53,7 @@ fn is_at(path: &Path, file: (u64, u64)) -> bool {
 
 /// Locks a name. `None`: another server is about to take it.
 fn lock(name: &Path) -> anyhow::Result<Option<Lock>> {
-    let path = beside(name, ".lock");
+    let path = beside(name, ".tombolo-lock");
     let whose = || path.display().to_string();
     loop {
         let mut options = OpenOptions::new();
@@ -67,6 +68,17 @@ fn lock(name: &Path) -> anyhow::Result<Option<Lock>> {
             return Ok(Some(Lock { path, _held: file }));
         }
     }
+}
+
+/// Sets the mode of a socket's file, and returns its identity. The owner of the folder may have put a link in its place, which is not followed.
+fn set_mode(path: &Path, mode: u32) -> io::Result<(u64, u64)> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+    let found = file.metadata()?;
+    if !found.file_type().is_socket() {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "another file has the new socket's name"));
+    }
+    std::fs::set_permissions(format!("/proc/self/fd/{}", file.as_raw_fd()), Permissions::from_mode(mode))?;
+    Ok(identity(&found))
 }
 
 /// Returns whether a process listens at the path, one that is stopped too: a connection is not waited for.
@@ -98,11 +110,12 @@ impl Name {
         }
         // The socket gets its name when it listens, and when its mode is right: from then on other processes can connect.
         let fresh = beside(path, ".new");
-        // Of a server that was killed.
-        let _none = std::fs::remove_file(&fresh);
+        if fresh.symlink_metadata().is_ok_and(|left| left.file_type().is_socket()) {
+            // Of a server that was killed.
+            std::fs::remove_file(&fresh).with_context(|| fresh.display().to_string())?;
+        }
         let listener = UnixListener::bind(&fresh).with_context(|| fresh.display().to_string())?;
-        std::fs::set_permissions(&fresh, Permissions::from_mode(mode)).with_context(whose)?;
-        let file = identity(&fresh.symlink_metadata().with_context(whose)?);
+        let file = set_mode(&fresh, mode).with_context(whose)?;
         std::fs::rename(&fresh, path).with_context(whose)?;
         Ok(Some((listener, Name { path: path.to_owned(), file })))
     }
@@ -190,6 +203,29 @@ mod tests {
         assert!(UnixStream::connect(&path).is_ok());
         others.change(folder.path().join("elsewhere")).expect("its own");
         assert!(!path.exists() && UnixStream::connect(folder.path().join("elsewhere")).is_ok());
+    }
+
+    #[test]
+    fn files_that_are_no_sockets_stay_whatever_their_names() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("Cargo");
+        for (name, is_in_the_way) in [("Cargo.lock", false), ("Cargo.new", true)] {
+            let file = folder.path().join(name);
+            std::fs::write(&file, "words").expect("written");
+            assert_eq!(Name::listen(&path, 0o600).is_err(), is_in_the_way);
+            assert_eq!(std::fs::read(&file).expect("it is there"), b"words");
+        }
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_new_socket_is_not_followed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (target, link) = (folder.path().join("target"), folder.path().join("link"));
+        std::fs::write(&target, "words").expect("written");
+        std::fs::set_permissions(&target, Permissions::from_mode(0o600)).expect("set");
+        std::os::unix::fs::symlink(&target, &link).expect("linked");
+        assert_eq!(set_mode(&link, 0o660).expect_err("refused").kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(target.metadata().expect("it is there").permissions().mode() & 0o777, 0o600);
     }
 
     #[test]

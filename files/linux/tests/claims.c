@@ -1305,7 +1305,9 @@ static int io(char **a)
 /* cached FILE: an unprivileged user asks for the page cache's statistics of a file that it maps in each way, which has no page there. */
 static int cached(char **a)
 {
-	static const int ways[][2] = {{PROT_READ, MAP_SHARED}, {PROT_READ, MAP_PRIVATE}, {PROT_READ | PROT_WRITE, MAP_SHARED}, {PROT_READ | PROT_WRITE, MAP_PRIVATE}};
+	static const int ways[][2] = {
+		{PROT_READ, MAP_SHARED}, {PROT_READ, MAP_PRIVATE}, {PROT_READ | PROT_WRITE, MAP_SHARED}, {PROT_READ | PROT_WRITE, MAP_PRIVATE},
+	};
 	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666);
 	const size_t size = 8 << 20;
 
@@ -1433,6 +1435,8 @@ static int poked(char **a)
 {
 	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666), status;
 
+	const int own_memory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE;
+
 	fill(buf, 65536, 3);
 	CHECK(fd >= 0 && pwrite(fd, buf, 65536, 0) == 65536);
 	CHECK(!setgid(1000) && !setuid(1000) && !prctl(PR_SET_DUMPABLE, 1));
@@ -1454,7 +1458,7 @@ static int poked(char **a)
 		}
 		CHECK(read(ready[0], &c, 1) == 1);
 		if (own)
-			CHECK(mmap((void *)POKED_AT, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE, -1, 0) != MAP_FAILED);
+			CHECK(mmap((void *)POKED_AT, 65536, PROT_READ | PROT_WRITE, own_memory, -1, 0) != MAP_FAILED);
 		CHECK(process_vm_writev(child, &from, 1, &to, 1, 0) == 8 && write(go[1], "x", 1) == 1);
 		CHECK(waitpid(child, &status, 0) == child && !status);
 	}
