@@ -1434,7 +1434,6 @@ static int guarded(char **a)
 static int poked(char **a)
 {
 	int fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0666), status;
-
 	const int own_memory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE;
 
 	fill(buf, 65536, 3);
