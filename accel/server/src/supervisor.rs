@@ -345,7 +345,7 @@ impl Server {
             if let Err(e) = place.listener.give_up() {
                 say!("tombolo accel: {}: {e}", place.address);
             }
-            // They would be told that nobody is there, although their connection was made. No more than these can have come before.
+            // Clients whose connections wait are served: a closed socket would hang up on them. At most so many can wait.
             for _ in 0..WAITING {
                 match place.listener.accept() {
                     Ok((socket, peer)) => self.admit(&place, peer, socket),

@@ -186,7 +186,7 @@ impl Confinement {
     }
 }
 
-/// What a server lacks that can't start a process.
+/// Names the resource for want of which the server could not start a process.
 fn lacking(why: &std::io::Error) -> &'static str {
     match Errno::from_io_error(why) {
         Some(Errno::MFILE | Errno::NFILE) => {

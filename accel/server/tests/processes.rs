@@ -3,7 +3,7 @@
 
 mod rig;
 
-use rig::{Server, TIMEOUT, compiled, folder, library, native, run};
+use rig::{Numbers, Server, TIMEOUT, compiled, folder, library, native, run};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -104,18 +104,6 @@ fn a_quota_is_told_by_the_apis_code_and_in_the_log() {
     assert!(out.contains("5000003 bytes the same: 1"), "{out}");
     let log = server.end();
     assert!(log.contains("a client's quota is reached"), "{log}");
-}
-
-/// A stream of numbers from one seed (xorshift), so that a failure can be replayed.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
 }
 
 /// Sends requests with ids that exist and bodies that don't make sense, until the server hangs up or a thousand are sent.

@@ -37,7 +37,7 @@ fn free_port() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port")
 }
 
-/// Whether a process answers Prometheus there, and which clients it serves.
+/// Asks the address for the figures, as Prometheus does. `None`: no process answers there.
 fn figures(address: &SocketAddr) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").ok()?;

@@ -4,7 +4,7 @@
 
 mod rig;
 
-use rig::{Server, TIMEOUT, compiled, native, run};
+use rig::{Numbers, Server, TIMEOUT, compiled, native, run};
 use std::time::{Duration, Instant};
 use tombolo_accel_client::connection::Connection;
 use tombolo_accel_spec::common::{Ping, Release, Snapshot};
@@ -19,10 +19,10 @@ const ENDS: &str = "clSetCommandQueueProperty";
 const WINDOW: u64 = 16;
 /// Requests of a session. A session that waits for something for ever can't wait for more than these.
 const REQUESTS: usize = 100;
-/// Time for the answer to a ping behind them: a kernel may run for hours, and a command may wait for an event that nobody ends.
+/// A session that answers no ping for so long stands still: its kernel may run for hours, or its command may wait for an event that nobody ends.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a number of a record is at its limits.
+/// The limits that each number of a record gets in turn.
 const LIMITS: [u64; 14] = [
     0,
     1,
@@ -40,27 +40,15 @@ const LIMITS: [u64; 14] = [
     u64::MAX,
 ];
 
-/// Numbers that follow from a seed (xorshift).
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// An object, mostly: those that [`Hostile::begin`] makes, some that come later, one of another generation; or a small size.
-    fn usual(&mut self) -> u64 {
-        let some = self.next();
-        match some >> 60 {
-            0..=10 => some % 12,
-            11 => (some % 12) | 1 << 32,
-            12 => 12 + some % 40,
-            13 => 64 << (some % 8),
-            _ => 4096 * (some % 8),
-        }
+/// An object, mostly: those that [`Hostile::begin`] makes, some that come later, one of another generation; or a small size.
+fn usual(numbers: &mut Numbers) -> u64 {
+    let some = numbers.next();
+    match some >> 60 {
+        0..=10 => some % 12,
+        11 => (some % 12) | 1 << 32,
+        12 => 12 + some % 40,
+        13 => 64 << (some % 8),
+        _ => 4096 * (some % 8),
     }
 }
 
@@ -204,13 +192,13 @@ fn bodies(id: u32, numbers: &mut Numbers, each: &mut dyn FnMut(Vec<u8>)) {
         let (mut asked, seed) = (0, numbers.next() | 1);
         for limit in LIMITS {
             // The same usual numbers, so that one alone differs.
-            let (mut usual, mut body) = (Numbers(seed), Vec::new());
+            let (mut others, mut body) = (Numbers(seed), Vec::new());
             asked = 0;
             let there = make(
                 id,
                 &mut || {
                     asked += 1;
-                    let number = usual.usual();
+                    let number = usual(&mut others);
                     if asked - 1 == at { limit } else { number }
                 },
                 &mut body,

@@ -1175,19 +1175,23 @@ fn a_program_that_waits_for_a_suspended_member_can_be_killed_and_goes_on_after_o
     resume(&rig);
 }
 
+/// Makes so many files; returns them, and where the zone has their locks.
+fn files_and_locks(rig: &Rig, count: usize) -> (Vec<PathBuf>, Vec<u64>) {
+    let make = |i: usize| {
+        let file = rig.at(&format!("a/f{i}"));
+        fs::write(&file, "x").expect("write");
+        let lock = lock_of(rig, fs::metadata(&file).expect("stat").ino());
+        (file, lock)
+    };
+    (0..count).map(make).unzip()
+}
+
 #[test]
 fn more_programs_than_threads_that_wait_for_a_suspended_member_hold_up_nobody_else() {
     const WAITERS: usize = 150;
     let rig = Rig::new();
     let mem = rig.owner.as_ref().expect("an owner").mem();
-    let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();
-    let locks: Vec<u64> = files
-        .iter()
-        .map(|file| {
-            fs::write(file, "x").expect("write");
-            lock_of(&rig, fs::metadata(file).expect("stat").ino())
-        })
-        .collect();
+    let (files, locks) = files_and_locks(&rig, WAITERS);
     suspend_with(&rig, &locks);
     std::thread::scope(|scope| {
         for file in &files {
@@ -1216,14 +1220,7 @@ fn a_mount_without_memory_for_more_threads_goes_on_with_those_it_has() {
     const WAITERS: usize = 3;
     let rig = Rig::new();
     let mem = rig.owner.as_ref().expect("an owner").mem();
-    let files: Vec<PathBuf> = (0..WAITERS).map(|i| rig.at(&format!("a/f{i}"))).collect();
-    let locks: Vec<u64> = files
-        .iter()
-        .map(|file| {
-            fs::write(file, "x").expect("write");
-            lock_of(&rig, fs::metadata(file).expect("stat").ino())
-        })
-        .collect();
+    let (files, locks) = files_and_locks(&rig, WAITERS);
     take_addresses(rig.pids[0]);
     suspend_with(&rig, &locks);
     std::thread::scope(|scope| {

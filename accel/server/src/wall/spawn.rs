@@ -243,8 +243,8 @@ extern "C" fn nothing(_signal: libc::c_int) {}
 
 /// Gives these descriptors the numbers from 0 on, and closes all others of this process but `failed`, however they were opened. All have larger numbers than they get.
 ///
-/// The others are copies of the server's sockets, which the server may have closed meanwhile: then their clients' files end here ([`tombolo_brief`]), for which nobody waits for hours, as signals
-/// come. They don't come any more after execve, which closes descriptors as well.
+/// The others are copies of the server's sockets. If the server has closed its own meanwhile, the files that clients passed along end here, which can take hours ([`tombolo_brief`]); a timer's
+/// signals cut that short. After execve, which would close the copies too, no signal comes.
 ///
 /// # Safety
 /// As for [`become_program`].

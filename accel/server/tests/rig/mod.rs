@@ -88,6 +88,18 @@ pub const MEMORY: &str = "2";
 /// Longer than anything here takes, also on a machine that others keep busy.
 pub const TIMEOUT: Duration = Duration::from_secs(300);
 
+/// A stream of numbers from one seed (xorshift), so that a failure can be replayed.
+pub struct Numbers(pub u64);
+
+impl Numbers {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
 pub struct Server {
     pub child: Child,
     pub socket: PathBuf,
