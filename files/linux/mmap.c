@@ -25,7 +25,6 @@
 #define TMB_FILES_PENDING (TMB_PENDING_REVOKE | TMB_PENDING_LOCK | TMB_PENDING_EVENT | TMB_PENDING_MEMBERS)
 #define TMB_POLL_MS 50	   /* while something is mapped or watched and a member has no doorbell */
 #define TMB_WATCH_MS 500   /* while something is mapped or watched: looks for new members without a doorbell; well below TFS_REVOKE_LIMIT_NS */
-#define TMB_FAULT_WAIT 100   /* ms a fault waits for pages in use, before the access starts over */
 #define TMB_GIVE_WAY 50	     /* ms between the revoke of an inode and its next mapping while pages of another one are in use */
 #define TMB_FAULT_TRIES 64  /* waits for an inode that another member keeps changing, before the access starts over */
 #define TMB_HOLE (~0ul >> 2)   /* in 'runs': a mapped hole */
@@ -37,12 +36,26 @@ static struct page *page_of(struct tmb_sb *s, u64 block)
 	return pfn_to_page(s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + block);
 }
 
+/* Returns the entry of 'runs' that has this page, or NULL; its first page is stored at *first. */
+static void *run_with(struct tmb_inode *ti, pgoff_t index, pgoff_t *first)
+{
+	void *entry = xa_load(&ti->runs, index);
+
+	*first = index;
+	if (entry)
+		return entry;
+	*first = round_down(index, HPAGE_PMD_NR);
+	entry = xa_load(&ti->runs, *first);
+	return entry && xa_to_value(entry) & 1 ? entry : NULL;
+}
+
 /* Stores in 'runs' what is about to be mapped at 'index'; block 0: a hole. -EAGAIN: an older block is still mapped here, and must be unmapped first. */
 static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned long pages)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
 	unsigned long value = block ? block << 1 | (pages > 1) : TMB_HOLE << 1, i;
+	pgoff_t first;
 	void *old;
 
 	/* In an undamaged zone a block belongs to one place of one file. */
@@ -55,11 +68,15 @@ static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned l
 			return -EUCLEAN;
 		}
 	}
-	old = xa_load(&ti->runs, index);
-	if (old && (xa_to_value(old) | (pages > 1)) == (value | (xa_to_value(old) & 1)))
+	old = run_with(ti, index, &first);
+	if (old && xa_to_value(old) >> 1 != TMB_HOLE) {
+		if ((xa_to_value(old) >> 1) + (index - first) != block)
+			return -EAGAIN;
+		if (xa_to_value(old) & 1 || pages == 1)
+			return 0;
+	} else if (old && !block) {
 		return 0;
-	if (old && xa_to_value(old) >> 1 != value >> 1 && xa_to_value(old) >> 1 != TMB_HOLE)
-		return -EAGAIN;
+	}
 	return xa_err(xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS));
 }
 
@@ -203,22 +220,51 @@ static int fill_hole(struct inode *inode, pgoff_t index)
 	return err;
 }
 
-/* Unmaps all of the inode. Waits at most TMB_FAULT_WAIT for pages that are in use, or until the process is killed. */
-static void unmap_stale(struct inode *inode)
+/*
+ * Lets another block be mapped at 'index' where the file has one now, though pages of the older block are in use: that block is kept in 'displaced' until
+ * they are not. The caller has unmapped the inode everywhere and holds invalidate_lock.
+ */
+static int displace(struct inode *inode, pgoff_t index)
 {
-	unsigned long until = jiffies + msecs_to_jiffies(TMB_FAULT_WAIT), pause = 1;
+	struct address_space *pages = tmb_pages(inode);
+	struct tmb_inode *ti = tmb_i(inode);
+	pgoff_t first, last, i;
+	void *entry = run_with(ti, index, &first);
+	struct tfs_run run;
+	u64 block;
 	int err;
 
-	for (;;) {
-		if (down_write_killable(&inode->i_mapping->invalidate_lock))
-			return;
-		err = tmb_revoke_locked(inode);
-		filemap_invalidate_unlock(inode->i_mapping);
-		if (err != -EBUSY || time_after(jiffies, until) || fatal_signal_pending(current))
-			return;
-		schedule_timeout_killable(pause);
-		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);
+	if (!entry || xa_to_value(entry) >> 1 == TMB_HOLE)
+		return 0;
+	block = xa_to_value(entry) >> 1;
+	err = tfs_map(tmb_fs(inode), tmb_h(inode), index, 1, &run);
+	if (err || run.block == block + (index - first))
+		return err == -EAGAIN ? 0 : err;
+	err = xa_err(xa_store(&ti->displaced, block, entry, GFP_NOFS));
+	if (err)
+		return err;
+	xa_erase(&ti->runs, first);
+	/* fs/dax takes an entry out while its page is in use if it is clean. Nobody writes it back, so its marks tell nothing. */
+	last = first + (xa_to_value(entry) & 1 ? HPAGE_PMD_NR : 1) - 1;
+	for (i = first; i <= last; i++) {
+		xa_clear_mark(&pages->i_pages, i, PAGECACHE_TAG_DIRTY);
+		xa_clear_mark(&pages->i_pages, i, PAGECACHE_TAG_TOWRITE);
 	}
+	return invalidate_inode_pages2_range(pages, first, last);
+}
+
+/* Unmaps all of the inode, so that the block that the file has at 'index' now can be mapped. */
+static int unmap_stale(struct inode *inode, pgoff_t index)
+{
+	int err = down_write_killable(&inode->i_mapping->invalidate_lock);
+
+	if (err)
+		return err;
+	err = tmb_revoke_locked(inode);
+	if (err == -EBUSY)
+		err = displace(inode, index);
+	filemap_invalidate_unlock(inode->i_mapping);
+	return err;
 }
 
 /*
@@ -306,8 +352,9 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	}
 	if (again) {
 		/* The file changed during the fault, or an older block is still mapped here: unmap it now. */
-		unmap_stale(inode);
-		ret = fatal_signal_pending(current) ? VM_FAULT_SIGBUS : VM_FAULT_NOPAGE;
+		err = unmap_stale(inode, order == TMB_ORDER_PTE ? vmf->pgoff : round_down(vmf->pgoff, HPAGE_PMD_NR));
+		ret = err ? fault_error(err) : VM_FAULT_NOPAGE;
+		err = 0;
 	}
 	if (err == -EAGAIN && tfs_frozen(&s->fs))
 		tfs_os_wait(&s->fs, 100);
@@ -497,6 +544,9 @@ static bool any_pinned(struct tmb_sb *s, struct tmb_inode *ti)
 
 	if (entry && pinned_at(s, xa_to_value(entry)))
 		return true;
+	xa_for_each(&ti->displaced, index, entry)
+		if (pinned_at(s, xa_to_value(entry)))
+			return true;
 	xa_for_each(&ti->runs, index, entry)
 		if (pinned_at(s, xa_to_value(entry))) {
 			ti->pinned_at = index;
@@ -544,6 +594,7 @@ int tmb_revoke_locked(struct inode *inode)
 		return -EBUSY;
 	truncate_inode_pages_range(tmb_pages(inode), 0, -1);
 	xa_destroy(&ti->runs);
+	xa_destroy(&ti->displaced);
 	spin_lock(&s->mapped_lock);
 	list_del_init(&ti->mapped_link);
 	spin_unlock(&s->mapped_lock);

@@ -838,6 +838,65 @@ static int spliced(char **a)
 	return 0;
 }
 
+/* kept FILE STOP: pages of FILE that private and shared mappings show, a written one among these, are in pipes until STOP is there, and keep their bytes */
+static int kept(char **a)
+{
+	const int flags[3] = {MAP_PRIVATE, MAP_SHARED, MAP_SHARED};
+	int pipes[3][2], fd = open(a[0], O_RDWR);
+	struct stat st;
+	char was = 0;
+
+	CHECK(fd >= 0 && !fstat(fd, &st) && pread(fd, &was, 1, 0) == 1);
+	for (int i = 0; i < 3; i++) {
+		char *m = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, flags[i], fd, 0);
+		struct iovec io = {m + 5L * 4096 * i, 4096};
+
+		CHECK(m != MAP_FAILED);
+		if (i == 2)
+			memset(io.iov_base, was, 4096);
+		CHECK(*(volatile char *)io.iov_base == was && !pipe(pipes[i]) && vmsplice(pipes[i][1], &io, 1, 0) == 4096);
+	}
+	printf("held\n");
+	fflush(stdout);
+	for (int i = 0; stat(a[1], &st); i++) {
+		CHECK(i < 600000);
+		usleep(1000);
+	}
+	for (int i = 0; i < 3; i++) {
+		CHECK(read(pipes[i][0], buf, 4096) == 4096);
+		for (int k = 0; k < 4096; k++)
+			CHECK(buf[k] == was);
+	}
+	printf("shown\n");
+	return 0;
+}
+
+/* shows FILE LETTER: all kinds of mappings show LETTER in all of FILE; a futex is found there, and a store is */
+static int shows(char **a)
+{
+	const int flags[3] = {MAP_PRIVATE, MAP_SHARED, MAP_SHARED}, rights[3] = {PROT_READ, PROT_READ, PROT_READ | PROT_WRITE};
+	int fd = open(a[0], O_RDWR);
+	struct stat st;
+	char c;
+
+	CHECK(fd >= 0 && !fstat(fd, &st));
+	for (int i = 0; i < 3; i++) {
+		volatile char *m = mmap(NULL, (size_t)st.st_size, rights[i], flags[i], fd, 0);
+
+		CHECK(m != MAP_FAILED);
+		for (off_t k = 0; k < st.st_size; k += 1024)
+			CHECK(m[k] == a[1][0]);
+		if (rights[i] & PROT_WRITE)
+			for (off_t k = 0; k < st.st_size; k += 4096) {
+				CHECK(!syscall(SYS_futex, m + k, FUTEX_WAKE, 1, NULL, NULL, 0));
+				m[k + 1] = 'S';
+				CHECK(pread(fd, &c, 1, k + 1) == 1 && c == 'S');
+				m[k + 1] = a[1][0];
+			}
+	}
+	return 0;
+}
+
 /* polls FILE STOP: looks at a page of FILE through a mapping all the time, until STOP is there */
 static int polls(char **a)
 {
@@ -1472,7 +1531,7 @@ static const struct {
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
 	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2},
-	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2},
+	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"kept", kept, 2}, {"shows", shows, 2},
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},

@@ -542,6 +542,26 @@ def a_page_in_a_pipe_holds_up_removals_from_no_other_file_of_another_guest(a, b)
 
 
 @claim(2)
+def a_page_in_a_pipe_holds_up_no_access_to_what_another_guest_stored_in_its_place(a, b):
+    df = "df /mnt | tail -1"
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok(df)
+    # The second has huge pages.
+    for size in ("64k", "8M"):
+        stored = "truncate -s 0 /mnt/k; dd if=/dev/zero bs=%s count=1 2>/dev/null | tr '\\0' %%s > /mnt/k" % size
+        a.ok("rm -f /tmp/stop /tmp/kept.*; " + stored % "a")
+        # What is in the pipes is another block each time.
+        for now, then in ("ab", "bc", "cd"):
+            a.ok("claims kept /mnt/k /tmp/stop > /tmp/kept.%s 2>&1 & until test -s /tmp/kept.%s; do :; done; cat /tmp/kept.%s" % (now, now, now))
+            b.ok(stored % then)
+            a.ok("timeout 60 claims shows /mnt/k " + then)
+            b.ok("timeout 60 claims shows /mnt/k " + then)
+        a.ok("touch /tmp/stop; until test $(cat /tmp/kept.* | wc -l) = 6; do :; done; ! grep -Lx shown /tmp/kept.* | grep .")
+        a.ok("rm /mnt/k")
+        comes_to(a, df, before)
+
+
+@claim(2)
 def what_another_guest_removes_comes_back_though_its_removal_had_failed_here(a, b):
     df = "df /mnt | tail -1"
     a.ok("touch /mnt/x; rm /mnt/x")
