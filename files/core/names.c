@@ -78,17 +78,11 @@ static int create_once(struct tfs *fs, struct tfs_handle dir_h, const char *name
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
 	bool is_dir = TFS_IS(c->mode, TFS_MODE_DIR);
-	tmb_u8 type;
 	tmb_u32 slot;
-	int err;
+	int err = name ? tfs_check_name(len) : 0;
 
-	if (name) {
-		err = tfs_check_name(len);
-		if (!err && !tfs_lookup(fs, dir_h, name, len, made, &type))
-			err = -EEXIST;
-		if (err)
-			return err;
-	}
+	if (err)
+		return err;
 	err = tfs_tx_begin(fs, &slot);
 	if (err)
 		return err;

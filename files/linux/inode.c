@@ -295,15 +295,18 @@ static int reference_locked(struct inode *inode)
 		return 0;
 	/*
 	 * The zone has one bit for all of this member's users of a file. If an earlier inode of the file is queued to clear it, this one takes the
-	 * reference over; if it is clearing it now, this one waits. It does not wait for other files' references, which may take long.
+	 * reference over; if it is clearing it now, this one waits. It does not wait for other files' references, which may take long. The earlier inode was
+	 * queued before this one was made.
 	 */
-	if (take_over(s, tmb_h(inode))) {
-		ti->referenced = true;
-		return 0;
+	if (!list_empty(&s->closing)) {
+		if (take_over(s, tmb_h(inode))) {
+			ti->referenced = true;
+			return 0;
+		}
+		err = wait_event_killable(s->closed, !closing_now(s, tmb_h(inode)));
+		if (err)
+			return err;
 	}
-	err = wait_event_killable(s->closed, !closing_now(s, tmb_h(inode)));
-	if (err)
-		return err;
 	err = tfs_open_ref(tmb_fs(inode), tmb_h(inode));
 	if (!err)
 		ti->referenced = true;
@@ -371,8 +374,9 @@ void tmb_unhold(struct inode *inode)
 	mutex_lock(&ti->lock);
 	last = !--ti->opens;
 	mutex_unlock(&ti->lock);
-	if (last)
-		tmb_mappings_close(inode);
+	if (!last)
+		return;
+	tmb_mappings_close(inode);
 	tmb_unreference(inode);
 }
 
