@@ -6,7 +6,6 @@ use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
 use crate::metrics;
-use crate::name::Name;
 use crate::scratch;
 use crate::signals;
 use crate::tenants::{Full, Guest, Tenants};
@@ -30,6 +29,7 @@ use tombolo_accel_spec::opencl as wire;
 use tombolo_brief::{self as brief, Brief};
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, say, stream};
+use tombolo_listen::Name;
 
 /// The settings of a server.
 pub struct Config {
@@ -390,6 +390,7 @@ impl Server {
             vm: None,
             listens: lock(&self.listens).clone(),
             draining: self.draining.load(Ordering::SeqCst),
+            trouble: None,
             tenants: self.tenants.status(),
         }
     }
