@@ -8,10 +8,12 @@
 //!
 //! - [`within`] reads what a client sends, [`Brief`] owns the socket
 //! - [`child`] is for processes that a server starts
+//! - [`aside`] is a thread for ends that are much work
 //! - [`endless`] makes such files, for tests
 
 #![deny(missing_docs)]
 
+pub mod aside;
 pub mod child;
 pub mod endless;
 
