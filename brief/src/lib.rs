@@ -7,10 +7,14 @@
 //! room for them): closing a file of FUSE that this process has a number for waits for that file's server, whatever signals come.
 //!
 //! - [`within`] reads what a client sends, [`Brief`] owns the socket
+//! - [`child`] is for processes that a server starts
+//! - [`aside`] is a thread for ends that are much work
 //! - [`endless`] makes such files, for tests
 
 #![deny(missing_docs)]
 
+pub mod aside;
+pub mod child;
 pub mod endless;
 
 use std::mem::ManuallyDrop;

@@ -50,6 +50,9 @@ pub struct Listing {
     pub listens: Vec<String>,
     /// It takes no new client.
     pub draining: bool,
+    /// Why nothing else is known of it: it gives no answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trouble: Option<String>,
     /// The clients that are connected now, one for each worker.
     pub tenants: Vec<Tenant>,
 }

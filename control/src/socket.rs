@@ -8,6 +8,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with, sockopt};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -62,7 +64,17 @@ pub fn read_line<S: Read + Borrow<UnixStream>>(
     }
 }
 
-/// Sends a request to the server whose control socket is `socket`, and waits for its answer, at most `limit` if there is one. Returns the
+/// Connects to a server; `limit` is for one that takes no connections, and for each write.
+fn connect(socket: &Path, limit: Option<Duration>) -> io::Result<UnixStream> {
+    let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, limit)?;
+    match rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?) {
+        Err(Errno::AGAIN) => Err(io::Error::new(io::ErrorKind::TimedOut, "it takes no more connections")),
+        connected => Ok(connected.map(|()| stream.into())?),
+    }
+}
+
+/// Sends a request to the server whose control socket is `socket`, and waits for its answer, at most `limit` for each step if there is one. Returns the
 /// answer and the connection, for data that follows the answer. `who` names the server and how to start it, for the error.
 ///
 /// # Errors
@@ -74,7 +86,7 @@ pub fn ask<A: Answer>(
     who: (&str, &str),
 ) -> anyhow::Result<(A::Value, BufReader<UnixStream>)> {
     let (server, remedy) = who;
-    let mut stream = UnixStream::connect(socket)
+    let mut stream = connect(socket, limit)
         .with_context(|| format!("no {server} answers at {}; {remedy}", socket.display()))?;
     let line = serde_json::to_string(request)?;
     // A server that refuses the request may hang up before it has read all of it, and has then said why.
@@ -158,6 +170,21 @@ mod tests {
         let (_dir, path, _server) = answered("{\"error\":\"no zone\"}\n");
         let error = ask::<accel::Answer<()>>(&path, &accel::Request::Drain, None, WHO).unwrap_err();
         assert_eq!(error.to_string(), "no zone");
+    }
+
+    #[test]
+    fn a_server_that_takes_no_connection_or_says_nothing_is_given_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let ask = || {
+            let limit = Some(Duration::from_millis(100));
+            ask::<accel::Answer<()>>(&path, &accel::Request::Ls, limit, WHO).unwrap_err()
+        };
+        assert_eq!(format!("{:#}", ask()), "the server gives no answer: the line is not there in time");
+        // The first one still waits, and there is no room for another.
+        assert!(format!("{:#}", ask()).ends_with("it takes no more connections"));
     }
 
     #[test]

@@ -17,9 +17,8 @@ use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -27,6 +26,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 use serde::{Deserialize, Serialize};
 use tombolo_brief::{A_MOMENT, Brief, within};
+use tombolo_listen::Name;
 
 use request::{Request, read};
 
@@ -181,10 +181,8 @@ fn respond(status: &str, fields: &str, text: &str, body: bool) -> Vec<u8> {
 pub struct Server {
     /// With the connections that wait at it.
     listener: Brief<Listener>,
-    /// The path of its Unix socket, to be removed.
-    path: Option<PathBuf>,
-    /// The socket's file: another server may have the path by then.
-    file: Option<(u64, u64)>,
+    /// Of its Unix socket, to be removed.
+    name: Option<Name>,
 }
 
 /// Ends a [`Server::serve`].
@@ -209,14 +207,12 @@ impl Server {
             Place::Tcp(address) => {
                 let listener = TcpListener::bind(address)?;
                 listener.set_nonblocking(true)?;
-                Ok(Self { listener: Listener::Tcp(listener).into(), path: None, file: None })
+                Ok(Self { listener: Listener::Tcp(listener).into(), name: None })
             }
             Place::Unix(path) => {
-                remove_dead(path)?;
-                let listener = UnixListener::bind(path)?;
+                let (listener, name) = tombolo_listen::listen(path, None)?;
                 listener.set_nonblocking(true)?;
-                let (file, path) = (file_at(path), Some(path.clone()));
-                Ok(Self { listener: Listener::Unix(listener).into(), path, file })
+                Ok(Self { listener: Listener::Unix(listener).into(), name: Some(name) })
             }
         }
     }
@@ -226,19 +222,19 @@ impl Server {
     /// # Errors
     /// The kernel refuses to tell.
     pub fn place(&self) -> io::Result<Place> {
-        Ok(match (&*self.listener, &self.path) {
+        Ok(match (&*self.listener, &self.name) {
             (Listener::Tcp(listener), _) => Place::Tcp(listener.local_addr()?),
-            (_, path) => Place::Unix(path.clone().unwrap_or_default()),
+            (_, name) => Place::Unix(name.as_ref().map(|name| name.path().into()).unwrap_or_default()),
         })
     }
 
-    /// Returns the listener, and the path of its Unix socket, which the caller must remove: for a server in another process.
+    /// Returns the listener, and the name of its Unix socket, which the caller must remove: for a server in another process.
     ///
     /// # Errors
     /// No descriptors are left.
-    pub fn into_parts(mut self) -> io::Result<(OwnedFd, Option<PathBuf>)> {
+    pub fn into_parts(mut self) -> io::Result<(OwnedFd, Option<Name>)> {
         let listener = self.listener.as_fd().try_clone_to_owned()?;
-        Ok((listener, self.path.take()))
+        Ok((listener, self.name.take()))
     }
 
     /// Makes the server of a listener that came from [`Server::into_parts`] of one at `place`.
@@ -248,7 +244,7 @@ impl Server {
             Place::Tcp(_) => Listener::Tcp(listener.into()),
             Place::Unix(_) => Listener::Unix(listener.into()),
         };
-        Self { listener: listener.into(), path: None, file: None }
+        Self { listener: listener.into(), name: None }
     }
 
     /// Returns a handle that ends [`Server::serve`].
@@ -299,16 +295,9 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if let Some(path) = self.path.as_ref().filter(|path| file_at(path) == self.file) {
-            // It may have been removed already.
-            let _gone = std::fs::remove_file(path);
-        }
+        // It may have been removed already.
+        let _gone = self.name.as_ref().map(Name::remove);
     }
-}
-
-/// The file that a path leads to.
-fn file_at(path: &Path) -> Option<(u64, u64)> {
-    path.symlink_metadata().ok().map(|found| (found.dev(), found.ino()))
 }
 
 /// Waits for the listener and for the clients, at most until `next`; returns which are ready.
@@ -327,14 +316,4 @@ fn wait(
         Err(err) => return Err(err.into()),
     }
     Ok((fds[0].revents(), fds[1..].iter().map(PollFd::revents).collect()))
-}
-
-/// Removes a socket at which no process listens.
-fn remove_dead(path: &Path) -> io::Result<()> {
-    match path.symlink_metadata() {
-        Ok(meta) if meta.file_type().is_socket() && UnixStream::connect(path).is_err() => {
-            std::fs::remove_file(path)
-        }
-        _ => Ok(()),
-    }
 }

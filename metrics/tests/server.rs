@@ -189,3 +189,38 @@ fn a_server_that_ends_leaves_the_socket_of_another_that_has_its_path_alone() {
     drop(second);
     assert!(!path.exists());
 }
+
+#[test]
+fn of_servers_that_begin_at_one_path_at_once_one_has_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for round in 0..100 {
+        let path = folder.path().join(round.to_string());
+        // What one that was killed has left.
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        let bind = || Server::bind(&Place::Unix(path.clone()));
+        let servers: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(bind)).collect();
+            threads.into_iter().filter_map(|thread| thread.join().unwrap().ok()).collect()
+        });
+        assert_eq!(servers.len(), 1, "round {round}");
+        assert!(UnixStream::connect(&path).is_ok());
+    }
+}
+
+#[test]
+fn a_server_that_stands_still_with_all_its_places_taken_keeps_no_other_from_being_told_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("figures");
+    let stopped = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    rustix::net::listen(&stopped, 0).unwrap();
+    let _waits = UnixStream::connect(&path).unwrap();
+    let (tells, told) = channel();
+    let place = Place::Unix(path);
+    let thread = std::thread::spawn(move || tells.send(Server::bind(&place).err()).unwrap());
+    let why = told.recv_timeout(TIMEOUT);
+    // It ends the wait of one that waits.
+    drop(stopped);
+    thread.join().unwrap();
+    let why = why.expect("at once").expect("the other has the path").to_string();
+    assert!(why.contains("figures: another server listens there already"), "{why}");
+}

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitOptions};
+use tombolo_brief::child::leave_sockets;
 
 use crate::qemu::start::no_process;
 
@@ -161,6 +162,7 @@ impl Guarded {
     /// Names the program, and why it has not begun.
     pub fn spawn(mut command: Command) -> anyhow::Result<Guarded> {
         let program = command.get_program().to_string_lossy().into_owned();
+        leave_sockets(&mut command);
         let mut why_late = None;
         let mut late = || {
             for child in Unbegun::all() {
@@ -376,5 +378,50 @@ impl Handle {
         let Some(pidfd) = &self.pidfd else { return };
         // ESRCH: it is gone, which is what was wanted.
         let _ = rustix::process::pidfd_send_signal(pidfd.as_fd(), signal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::process::Stdio;
+
+    use tombolo_brief::{Brief, endless};
+
+    use super::*;
+
+    #[test]
+    fn a_member_that_goes_while_a_program_starts_keeps_it_from_beginning_with_no_file_that_it_has_passed() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (passed, other) = endless::lingering().unwrap();
+        endless::pass(&theirs, b"T", passed).unwrap();
+        let member = Brief::from(ours);
+        let (here, there) = UnixStream::pair().unwrap();
+        let at = there.as_raw_fd();
+        let mut command = Command::new("cat");
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        tie(&mut command, &[]);
+        // SAFETY: between fork and exec only async-signal-safe system calls are made: write, read.
+        unsafe {
+            command.pre_exec(move || {
+                let mut byte = 0_u8;
+                libc::write(at, (&raw const byte).cast(), 1);
+                // Until the member has gone.
+                libc::read(at, (&raw mut byte).cast(), 1);
+                Ok(())
+            });
+        }
+        let begun = Instant::now();
+        let going = std::thread::spawn(move || {
+            (&here).read_exact(&mut [0]).unwrap();
+            drop(member);
+            (&here).write_all(&[1]).unwrap();
+        });
+        let mut started = Guarded::spawn(command).unwrap();
+        let ended = started.wait_within(BEGIN).unwrap();
+        assert!(ended.is_some_and(|status| status.success()), "{ended:?} after {:?}", begun.elapsed());
+        going.join().unwrap();
+        drop((there, other));
     }
 }

@@ -357,11 +357,33 @@ fn a_socket_left_behind_by_a_crash_is_replaced_and_one_in_use_is_not() {
     bench.server.listen(id, &path).unwrap();
     let other = Bench::new();
     let said = other.server.listen(id, &path).unwrap_err().to_string();
-    assert!(said.contains("sock: Address already in use"), "{said}");
+    assert!(said.contains("sock: another server listens there already"), "{said}");
     let file = bench.dir.path().join("file");
     std::fs::write(&file, b"precious").unwrap();
     assert!(bench.server.listen(id, &file).is_err());
     assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+}
+
+#[test]
+fn of_owners_that_make_a_members_socket_at_one_path_at_once_one_has_it() {
+    let benches: Vec<Bench> = (0..4).map(|_| Bench::new()).collect();
+    let of = |bench| {
+        let Bench { zone, server, .. }: &Bench = bench;
+        (zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap(), server)
+    };
+    let members: Vec<(MemberId, &DoorbellServer)> = benches.iter().map(of).collect();
+    for round in 0..100 {
+        let path = &benches[0].dir.path().join(round.to_string());
+        // What one that was killed has left.
+        drop(std::os::unix::net::UnixListener::bind(path).unwrap());
+        let made = std::thread::scope(|scope| {
+            let listen =
+                |&(id, server)| scope.spawn(move || DoorbellServer::listen(server, id, path).is_ok());
+            let threads: Vec<_> = members.iter().map(listen).collect();
+            threads.into_iter().filter_map(|thread| thread.join().unwrap().then_some(())).count()
+        });
+        assert_eq!(made, 1, "round {round}");
+    }
 }
 
 #[test]

@@ -199,6 +199,10 @@ fn print(servers: &[Listing]) {
     for server in servers {
         let state = if server.draining { ", draining" } else { "" };
         let place = server.vm.as_ref().map(|vm| format!(" in the VM {vm}")).unwrap_or_default();
+        if let Some(trouble) = &server.trouble {
+            println!("server {}{place}{state}: {trouble}", server.pid);
+            continue;
+        }
         println!("server {}{place} at {}{state}", server.pid, server.listens.join(" "));
         println!(
             "{:>9} {:<24} {:>6} {:>15} {:>13} {:>12} {:>12} {:>9} {:>9}  VIA",

@@ -4,9 +4,10 @@
 //!
 //! A server that drains gives its name to its successor: its control socket moves to `NAME.draining-PID`.
 
-use crate::name::{self, Name};
+use crate::listen;
 use crate::supervisor::Server;
 use anyhow::Context;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde::de::DeserializeOwned;
 use std::fs::DirEntry;
 use std::io::{BufRead, BufReader, Write};
@@ -18,6 +19,7 @@ use std::time::Duration;
 use tombolo_brief::{Brief, within};
 use tombolo_calls::say;
 use tombolo_control::accel::Answer;
+use tombolo_listen::Name;
 
 pub use tombolo_control::accel::{Listing, Request};
 
@@ -26,19 +28,26 @@ pub const DEFAULT: &str = "/run/tombolo/accel-control.sock";
 const MAX_REQUEST: usize = 4096;
 /// Time for all of a request, and timeout of each write of an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// Before the process number of a server that drains, in the name of its socket.
+const DRAINING: &str = ".draining-";
+/// Time for each server to say who it is and whom it serves.
+const ANSWER: Duration = Duration::from_secs(5);
 /// The end of a file that a client passes along waits for no longer.
 const LATE: Duration = Duration::from_millis(200);
 
 /// Listens for commands. Removes what servers have left that drained and were killed.
 pub fn listen(path: &Path) -> anyhow::Result<(UnixListener, Name)> {
-    let taken = Name::listen(path, 0o600)?.with_context(|| {
-        format!("{}: a server is controlled there already; choose another --control", path.display())
-    })?;
-    for left in drained(path).filter(|left| !name::is_served(left)) {
+    let taken = listen::listen(path, 0o600).context("--control")?;
+    for left in drained(path).filter(|left| is_left(left)) {
         // Another server may do the same now.
         let _gone = std::fs::remove_file(left);
     }
     Ok(taken)
+}
+
+/// Returns whether a socket has no server any more.
+fn is_left(socket: &Path) -> bool {
+    tombolo_listen::is_served(socket).is_ok_and(|served| !served)
 }
 
 /// Answers commands for ever.
@@ -99,36 +108,82 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
 
 /// Asks the server that is controlled at `socket`.
 pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> anyhow::Result<T> {
+    ask_within(socket, request, None)
+}
+
+fn ask_within<T: DeserializeOwned>(
+    socket: &Path,
+    request: &Request,
+    limit: Option<Duration>,
+) -> anyhow::Result<T> {
     let who = ("accelerator server", "start one with 'tombolo accel serve'");
-    let (value, _) = tombolo_control::socket::ask::<Answer<T>>(socket, request, None, who)?;
+    let (value, _) = tombolo_control::socket::ask::<Answer<T>>(socket, request, limit, who)?;
     Ok(value)
 }
 
 /// The path of the control socket of a server that drains.
 pub fn draining(control: &Path) -> PathBuf {
     let mut path = control.as_os_str().to_owned();
-    path.push(format!(".draining-{}", std::process::id()));
+    path.push(format!("{DRAINING}{}", std::process::id()));
     path.into()
 }
 
 /// The sockets of servers that drain, or have drained until they were killed.
 fn drained(control: &Path) -> impl Iterator<Item = PathBuf> + use<> {
-    let prefix = format!("{}.draining-", control.file_name().unwrap_or_default().to_string_lossy());
+    let prefix = format!("{}{DRAINING}", control.file_name().unwrap_or_default().to_string_lossy());
     let entries = control.parent().and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten();
     let is_socket = |entry: &DirEntry| entry.file_type().is_ok_and(|kind| kind.is_socket());
     let is_one = move |entry: &DirEntry| entry.file_name().to_string_lossy().starts_with(&prefix);
     entries.filter(is_socket).filter(is_one).map(|entry| entry.path())
 }
 
-/// The servers of a control socket: the one that takes clients, and those that drain.
+/// The servers of a control socket: the one that takes clients, and those that drain. One that gives no answer in time is among them.
+///
+/// # Errors
+/// No server has the socket, and none drains.
 pub fn servers(control: &Path) -> anyhow::Result<Vec<Listing>> {
-    // One that ended just now, or was killed, answers no more.
-    let mut found: Vec<Listing> =
-        drained(control).filter_map(|socket| ask(&socket, &Request::Ls).ok()).collect();
-    match ask(control, &Request::Ls) {
+    let drained: Vec<PathBuf> = drained(control).collect();
+    let (first, others) = std::thread::scope(|scope| {
+        let others: Vec<_> = drained.iter().map(|socket| scope.spawn(|| listing(socket, true))).collect();
+        let joined = others.into_iter().filter_map(|asked| asked.join().ok());
+        (listing(control, false), joined.collect::<Vec<_>>())
+    });
+    // One that drained and ended just now, or was killed, answers no more.
+    let mut found: Vec<Listing> = others.into_iter().filter_map(Result::ok).collect();
+    match first {
         Ok(listing) => found.insert(0, listing),
         Err(e) if found.is_empty() => return Err(e),
         Err(_) => {}
     }
     Ok(found)
+}
+
+/// Asks a server who it is and whom it serves; one that has the socket and gives no answer is listed without that.
+fn listing(socket: &Path, draining: bool) -> anyhow::Result<Listing> {
+    let why = match ask_within(socket, &Request::Ls, Some(ANSWER)) {
+        Ok(listing) => return Ok(listing),
+        Err(why) => why,
+    };
+    match process(socket) {
+        Some(pid) if !is_left(socket) => Ok(Listing {
+            pid,
+            vm: None,
+            listens: Vec::new(),
+            draining,
+            trouble: Some(format!("{why:#}; 'kill -CONT {pid}' continues one that was stopped")),
+            tenants: Vec::new(),
+        }),
+        _ => Err(why),
+    }
+}
+
+/// The process that listens at a socket: the name of one that drains has its number.
+fn process(socket: &Path) -> Option<u32> {
+    if let Some((_, number)) = socket.file_name()?.to_str()?.rsplit_once(DRAINING) {
+        return number.parse().ok();
+    }
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let peer = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
+    rustix::net::connect(&peer, &SocketAddrUnix::new(socket).ok()?).ok()?;
+    u32::try_from(sockopt::socket_peercred(&peer).ok()?.pid.as_raw_pid()).ok()
 }

@@ -4,8 +4,7 @@
 //! A supervisor listens; for each client it starts a worker, a sandboxed process that alone touches that client's memory, loads the
 //! real driver and carries out what the client asks. A worker that crashes, or is killed, takes one client with it.
 //!
-//! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them. [`name`]: one server at a time has
-//!   a socket's name.
+//! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
 //! - [`divide`]: who of them may run, by weight. [`hold`]: how the others are held back.
 //! - [`account`]: what the processes of one VM use together.
@@ -32,7 +31,6 @@ pub mod hold;
 pub mod limits;
 pub mod listen;
 pub mod metrics;
-pub mod name;
 pub mod opencl;
 pub mod owner;
 pub mod scratch;

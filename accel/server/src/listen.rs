@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Addresses that clients connect to, and their peers: a peer is a user of this machine, by a Unix socket, or an address, by TCP.
 
-use crate::name::Name;
 use anyhow::{Context, bail};
 use rustix::net::{Shutdown, sockopt};
 use std::fmt;
@@ -12,6 +11,7 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
 use tombolo_brief::Brief;
+use tombolo_listen::Name;
 
 /// A TCP peer that has said nothing for so long is asked whether it is still there, …
 const QUIET: Duration = Duration::from_secs(15);
@@ -64,10 +64,7 @@ impl Listener {
     pub fn bind(address: &str) -> anyhow::Result<Listener> {
         match address.split_once(':') {
             Some(("unix", path)) => {
-                let taken = Name::listen(Path::new(path), 0o660).with_context(|| address.to_owned())?;
-                let Some((listener, name)) = taken else {
-                    bail!("{address}: a server listens there already");
-                };
+                let (listener, name) = listen(Path::new(path), 0o660)?;
                 Ok(Listener::Unix(listener, name))
             }
             Some(("tcp", rest)) => {
@@ -123,6 +120,17 @@ impl Listener {
             Listener::Tcp(l) => l.as_fd(),
         }
     }
+}
+
+/// Listens at a path, with this mode of its file; makes the folder if it is missing.
+///
+/// # Errors
+/// Another process listens there, or it can't be had. Names the path.
+pub fn listen(path: &Path, mode: u32) -> anyhow::Result<(UnixListener, Name)> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
+    Ok(tombolo_listen::listen(path, Some(mode))?)
 }
 
 /// Has the kernel end a connection whose peer went without a word: it was switched off, or the way to it was cut.

@@ -5,14 +5,15 @@
 //! the owner ends in whatever way: a folder of this user that can be locked belongs to no living process, and a server that starts removes it.
 
 use anyhow::{Context, bail};
-use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat};
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use tempfile::TempDir;
 use tombolo_calls::say;
+use tombolo_listen::lock::try_lock;
 
 /// No folder of releases that locked none begins so.
 const PREFIX: &str = "tombolo-scratch-";
@@ -53,17 +54,6 @@ impl Folder {
     }
 }
 
-/// Locks a folder that was opened, until all copies of the descriptor are closed. Returns whether no other process has locked it.
-///
-/// # Errors
-/// Its file system has no such locks.
-pub fn lock(folder: &impl AsFd) -> io::Result<bool> {
-    match rustix::fs::flock(folder, FlockOperation::NonBlockingLockExclusive) {
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
-        locked => Ok(locked.map(|()| true)?),
-    }
-}
-
 /// The lock of the folder at this path; `None`: another process holds it, or the folder is gone.
 fn lock_at(path: &Path) -> io::Result<Option<OwnedFd>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -71,7 +61,7 @@ fn lock_at(path: &Path) -> io::Result<Option<OwnedFd>> {
         Err(rustix::io::Errno::NOENT) => return Ok(None),
         opened => opened?,
     };
-    if !lock(&folder)? {
+    if !try_lock(&folder)? {
         return Ok(None);
     }
     // Whoever held the lock before may have removed the folder.

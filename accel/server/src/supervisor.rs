@@ -6,7 +6,6 @@ use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
 use crate::metrics;
-use crate::name::Name;
 use crate::scratch;
 use crate::signals;
 use crate::tenants::{Full, Guest, Tenants};
@@ -27,9 +26,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 use tombolo_accel_spec::opencl as wire;
+use tombolo_brief::aside::Aside;
 use tombolo_brief::{self as brief, Brief};
 use tombolo_calls::hello::Hello;
 use tombolo_calls::{Error, say, stream};
+use tombolo_listen::Name;
 
 /// The settings of a server.
 pub struct Config {
@@ -67,6 +68,9 @@ const HELLO: Duration = Duration::from_secs(10);
 
 /// More clients than wait at a socket that listens (SOMAXCONN), for the last look at it.
 const WAITING: usize = 4096;
+
+/// Sockets of those who get no worker, and wait to be closed.
+const ENDING: usize = 256;
 
 /// A file that ends while its client's hello is read may take so long. The client alone waits for that.
 const LATE: Duration = Duration::from_millis(200);
@@ -142,6 +146,8 @@ pub struct Server {
     most: usize,
     of_peer: usize,
     seldom: Seldom,
+    /// Closes the sockets of those who get no worker.
+    aside: Aside<Brief>,
     draining: AtomicBool,
     /// Set when no client can connect any more and the command to drain was answered.
     closed: AtomicBool,
@@ -182,6 +188,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         most: config.clients,
         of_peer: config.of_peer,
         seldom: Seldom::default(),
+        aside: Aside::start(ENDING).context("no thread could be started")?,
         draining: AtomicBool::new(false),
         closed: AtomicBool::new(false),
         main: std::thread::current(),
@@ -278,11 +285,14 @@ impl Server {
 
     fn admit(self: &Arc<Self>, place: &Place, peer: Peer, socket: Brief) {
         if has_gone(&socket) {
-            return;
+            return self.aside.end(socket);
         }
         let guest = match self.tenants.welcome(peer, self.most, self.of_peer) {
             Ok(guest) => guest,
-            Err(full) => return self.refuse(&socket, &self.refusal(peer, full)),
+            Err(full) => {
+                self.refuse(&socket, &self.refusal(peer, full));
+                return self.aside.end(socket);
+            }
         };
         let (server, address, limits) = (self.clone(), place.address.clone(), place.limits.clone());
         // A thread of its own: one that says nothing, or a byte now and then, keeps nobody waiting. There are no more of them than places.
@@ -390,6 +400,7 @@ impl Server {
             vm: None,
             listens: lock(&self.listens).clone(),
             draining: self.draining.load(Ordering::SeqCst),
+            trouble: None,
             tenants: self.tenants.status(),
         }
     }

@@ -8,7 +8,6 @@
 use crate::account::{Account, Files};
 use crate::limits::Limits;
 use crate::owner;
-use crate::scratch;
 use crate::tenants::Tenants;
 use crate::wall::cgroup::Group;
 use crate::workers::{self, Caller, Confinement, Origin, Place};
@@ -28,6 +27,7 @@ use tombolo_calls::hello::Geometry;
 use tombolo_calls::say;
 use tombolo_calls::zone::{Area, RING, State};
 pub use tombolo_control::accel::Guest;
+use tombolo_listen::lock::try_lock;
 use tombolo_zone::doorbell::{Bell, DoorbellServer};
 use tombolo_zone::serve::invitation::Invitation;
 use tombolo_zone::{AreaConfig, AreaType, Backing, MemberId, Membership, Rights, Role, Zone, ZoneConfig};
@@ -221,7 +221,7 @@ fn own_folder(folder: &Path) -> anyhow::Result<File> {
         }
     }
     let opened = File::open(folder).with_context(|| folder.display().to_string())?;
-    if !scratch::lock(&opened).with_context(|| format!("{}: locking it", folder.display()))? {
+    if !try_lock(&opened).with_context(|| format!("{}: locking it", folder.display()))? {
         bail!("{}: another server serves this VM; end it, or choose another folder", folder.display());
     }
     Ok(opened)

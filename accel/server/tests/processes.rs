@@ -328,6 +328,23 @@ fn a_server_that_drains_keeps_its_clients_and_its_successor_listens_at_once() {
     let servers = new.ls();
     let seen: Vec<_> = servers.iter().map(|s| (s.pid, s.draining, s.tenants.len())).collect();
     assert_eq!(seen, [(new.child.id(), false, 1), (old.child.id(), true, 1)]);
+    // One that stands still is listed without what it alone knows, and keeps nobody waiting.
+    let signal = |number| {
+        // SAFETY: numbers.
+        assert_eq!(unsafe { libc::kill(old.child.id() as i32, number) }, 0);
+    };
+    signal(libc::SIGSTOP);
+    let mut ls = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+    let asked = Instant::now();
+    let table = ls.arg("ls").arg("--control").arg(&new.control).output().expect("it runs");
+    let (servers, took) = (new.ls(), asked.elapsed());
+    signal(libc::SIGCONT);
+    let (table, line) =
+        (String::from_utf8_lossy(&table.stdout), format!("server {}, draining: ", old.child.id()));
+    assert!(table.contains(&line) && table.contains("gives no answer"), "{table}");
+    let seen: Vec<_> = servers.iter().map(|s| (s.pid, s.draining, s.trouble.is_some())).collect();
+    assert_eq!(seen, [(new.child.id(), false, false), (old.child.id(), true, true)]);
+    assert!(took < TIMEOUT, "{took:?}");
     drop(client);
     let ended = old.child.wait().expect("it ends when its last client has gone");
     assert!(ended.success(), "{ended}");

@@ -6,15 +6,15 @@
 //! ports. The kernel unlocks it when its holder ends. Other users can neither hold a claim nor see one. Without such a folder there are no
 //! claims: a passt that finds its ports in use ends, and is started again.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
+use tombolo_listen::lock::LockFile;
 
 /// The longest wait for the holders of all claims of one start. Those that take longer are no keepers that end, but a running switch with
 /// the same ports.
@@ -30,9 +30,13 @@ pub(crate) struct Claims(Duration);
 /// A claim, held until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Claim {
-    path: PathBuf,
-    _locked: File,
+    _lock: LockFile,
+    _folder: Folder,
 }
+
+/// The folder of a claim.
+#[derive(Debug)]
+struct Folder(PathBuf);
 
 impl Claims {
     /// Begins a start, which has made no claim yet.
@@ -50,7 +54,7 @@ impl Claims {
         let begun = Instant::now();
         let end = begun + self.0;
         let claim = loop {
-            match make(folder).and_then(|()| Claim::take(&path)) {
+            match make(folder).and_then(|()| Claim::take(folder, &path)) {
                 Ok(claim) => break Some(claim),
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock && Instant::now() < end => {
                     std::thread::sleep(PAUSE);
@@ -67,33 +71,22 @@ impl Claims {
 }
 
 impl Claim {
-    /// Takes the claim whose file is at `path`.
+    /// Takes the claim whose file is at `path` in `folder`.
     ///
     /// # Errors
     /// It is held (`WouldBlock`), or the file can't be opened.
-    fn take(path: &Path) -> io::Result<Self> {
-        loop {
-            let mut options = OpenOptions::new();
-            options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-            let file = options.open(path).map_err(or_gone)?;
-            flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-            // The former holder removes the file before it unlocks it.
-            let is_there = fs::symlink_metadata(path).is_ok_and(|there| {
-                file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (there.dev(), there.ino()))
-            });
-            if is_there {
-                return Ok(Self { path: path.to_owned(), _locked: file });
-            }
+    fn take(folder: &Path, path: &Path) -> io::Result<Self> {
+        match LockFile::take(path).map_err(or_gone)? {
+            Some(lock) => Ok(Self { _lock: lock, _folder: Folder(folder.to_owned()) }),
+            None => Err(io::ErrorKind::WouldBlock.into()),
         }
     }
 }
 
-impl Drop for Claim {
+impl Drop for Folder {
     fn drop(&mut self) {
-        // Its user may have removed it.
-        let _gone = fs::remove_file(&self.path);
         // Other claims may be in it.
-        let _stays = self.path.parent().map(fs::remove_dir);
+        let _stays = fs::remove_dir(&self.0);
     }
 }
 

@@ -15,7 +15,7 @@
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -24,6 +24,7 @@ use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use tombolo_control::net::{self as wire, Done};
+use tombolo_listen::Name;
 use tombolo_metrics::{Place, Server};
 
 use crate::control::claim::Claims;
@@ -132,8 +133,8 @@ enum Kind {
 struct Entry {
     id: u64,
     name: String,
-    /// Its socket, if the keeper made one.
-    path: Option<PathBuf>,
+    /// Of its socket, if the keeper made one.
+    socket: Option<Name>,
     kind: Kind,
     /// Its connection to passt.
     passt: Option<Kept>,
@@ -162,8 +163,8 @@ struct State {
 fn serve(link: Link, config: &Config) {
     let access = config.switch.access.clone();
     let state = Arc::new(State { link, access, entries: Mutex::default(), changes: Mutex::default() });
-    let mut paths = Vec::new();
-    let control = match state.open_all(config, &mut paths) {
+    let mut names = Vec::new();
+    let control = match state.open_all(config, &mut names) {
         Ok(control) => control,
         Err(err) => {
             state.tell(&Told::Failed(format!("{err:#}")), None);
@@ -175,10 +176,10 @@ fn serve(link: Link, config: &Config) {
             Ok(Some((Answer::Has(id), _))) => state.settle(id, None),
             Ok(Some((Answer::Refuses(id, why), _))) => state.settle(id, Some(&why)),
             Ok(Some((Answer::End, _))) => {
-                paths.extend(state.close().into_iter().filter_map(|e| e.path));
-                for path in paths {
+                names.extend(state.close().into_iter().filter_map(|e| e.socket));
+                for name in names {
                     // It may have been removed already.
-                    let _gone = std::fs::remove_file(path);
+                    let _gone = name.remove();
                 }
                 break;
             }
@@ -227,7 +228,7 @@ impl State {
     fn open_all(
         self: &Arc<Self>,
         config: &Config,
-        paths: &mut Vec<PathBuf>,
+        names: &mut Vec<Name>,
     ) -> anyhow::Result<Option<(UnixListener, JoinHandle<()>)>> {
         for port in &config.port {
             if let Err(err) = self.open_port(port, None) {
@@ -241,17 +242,21 @@ impl State {
             }
         }
         if let Some(place) = &config.switch.metrics {
+            if let Place::Unix(path) = place {
+                endpoint::wait_for_end(path);
+            }
             let server =
                 Server::bind(place).with_context(|| format!("metrics at {place}; choose another address"))?;
-            let (listener, path) = server.into_parts()?;
-            paths.extend(path);
+            let (listener, name) = server.into_parts()?;
+            names.extend(name);
             self.tell(&Told::Metrics(place.clone()), Some(&listener));
         }
         let control = match &config.switch.control {
             None => None,
             Some(path) => {
-                let listener = endpoint::listen(path).context("control socket")?;
-                paths.push(path.clone());
+                let taken = endpoint::begin(path).and_then(tombolo_listen::Begun::finish);
+                let (listener, name) = taken.context("control socket")?;
+                names.push(name);
                 let (state, waiting) = (self.clone(), listener.try_clone()?);
                 let thread = std::thread::Builder::new()
                     .name("net-control".into())
@@ -317,10 +322,8 @@ impl State {
         let mut entries = self.entries();
         let at = entries.all.iter().position(which)?;
         let entry = entries.all.remove(at);
-        if let Some(path) = &entry.path {
-            // It may have been removed already.
-            let _gone = std::fs::remove_file(path);
-        }
+        // It may have been removed already.
+        let _gone = entry.socket.as_ref().map(Name::remove);
         Some(entry)
     }
 
@@ -368,7 +371,7 @@ impl State {
         );
         entries.last += 1;
         let id = entries.last;
-        entries.all.push(Entry { id, name: name.into(), kind, path: None, passt: None, asker });
+        entries.all.push(Entry { id, name: name.into(), kind, socket: None, passt: None, asker });
         Ok(id)
     }
 
@@ -408,11 +411,12 @@ impl State {
     fn open_source(&self, id: u64, config: &PortConfig) -> anyhow::Result<OwnedFd> {
         match config.role {
             Role::Server => {
-                let listener = endpoint::listen(&config.socket)?;
+                let begun = endpoint::begin(&config.socket)?;
+                access::apply(config.access.as_ref().unwrap_or(&self.access), &begun)?;
+                let (listener, name) = begun.finish()?;
                 if let Some(entry) = self.entries().all.iter_mut().find(|e| e.id == id) {
-                    entry.path = Some(config.socket.clone());
+                    entry.socket = Some(name);
                 }
-                access::apply(config.access.as_ref().unwrap_or(&self.access), &config.socket)?;
                 Ok(listener.into())
             }
             Role::Client => {

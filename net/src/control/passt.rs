@@ -15,6 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tombolo_brief::child::leave_sockets;
 
 use crate::control::claim::{Claim, Claims};
 use crate::control::seclusion::Seclusion;
@@ -134,6 +135,7 @@ impl Program {
                 _ => Ok(()),
             });
         }
+        leave_sockets(&mut command);
         let child = command.spawn().map_err(|err| {
             let text = format!("{} can't be started: {err}; install the package passt", self.path.display());
             io::Error::new(err.kind(), text)

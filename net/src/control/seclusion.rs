@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tombolo_brief::child::leave_sockets;
 
 use crate::uplink::loopback::{GATEWAY6, Gateway, Mapping, NO_GATEWAY};
 
@@ -114,6 +115,7 @@ fn guest_ports(argument: &str) -> Vec<RangeInclusive<u16>> {
 /// runs longer than `limit`; or it leaves behind a process that may still say something.
 fn answer(command: &mut Command, limit: Duration) -> Option<String> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    leave_sockets(command);
     let mut child = command.spawn().ok()?;
     let output = child.stdout.take()?;
     if !ends(&child, limit) {

@@ -4,7 +4,6 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use tombolo_brief::{Brief, within};
+use tombolo_listen::Begun;
 use vhost::vhost_user::{BackendReqHandler, Error, VhostUserBackendReqHandlerMut};
 
 use crate::control::link::Link;
@@ -61,43 +61,28 @@ pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
 }
 
 /// Waits until no server listens at `path`, for at most [`ENDING`]: the keeper of a switch that was killed closes its sockets a moment after
-/// the switch has ended. A connection that waits at them hangs up then. Returns whether one still listens.
-fn is_served(path: &Path) -> bool {
+/// the switch has ended. A connection that waits at them hangs up then.
+pub fn wait_for_end(path: &Path) {
     let start = Instant::now();
-    loop {
-        let waiting = match connect(path) {
-            Ok(stream) => stream,
-            Err(err) => return err.kind() == io::ErrorKind::WouldBlock,
-        };
+    while let Ok(waiting) = connect(path) {
         let left = ENDING.saturating_sub(start.elapsed());
         let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         let mut end = [PollFd::new(&waiting, PollFlags::RDHUP)];
         // An interrupted wait begins again with the time that is left.
         let is_over = matches!(rustix::event::poll(&mut end, Some(&limit)), Ok(0));
         if is_over || left.is_zero() {
-            return true;
+            return;
         }
     }
 }
 
-/// Listens at `path`. Replaces a socket that a dead server left.
+/// Makes a socket that is to listen at `path`. Replaces one that a dead server left.
 ///
 /// # Errors
 /// The path is in use, or no socket, or this process may not make it.
-pub fn listen(path: &Path) -> io::Result<UnixListener> {
-    let named = |err: io::Error| io::Error::new(err.kind(), format!("{}: {err}", path.display()));
-    if let Ok(meta) = path.symlink_metadata() {
-        if !meta.file_type().is_socket() {
-            let err = io::Error::new(io::ErrorKind::AlreadyExists, "exists and is no socket");
-            return Err(named(err));
-        }
-        if is_served(path) {
-            let text = "another server listens there; stop it or choose another path";
-            return Err(named(io::Error::new(io::ErrorKind::AddrInUse, text)));
-        }
-        std::fs::remove_file(path).map_err(named)?;
-    }
-    UnixListener::bind(path).map_err(named)
+pub fn begin(path: &Path) -> Result<Begun, tombolo_listen::Error> {
+    wait_for_end(path);
+    tombolo_listen::begin(path)
 }
 
 impl Endpoint {
@@ -302,12 +287,12 @@ mod tests {
             }
         };
         assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
-        let refused = listen(&path).unwrap_err();
-        assert_eq!(refused.kind(), io::ErrorKind::AddrInUse, "{refused}");
+        let refused = begin(&path).unwrap_err();
+        assert!(matches!(refused, tombolo_listen::Error::Served(_)), "{refused}");
         server.accept().unwrap();
         connect(&path).unwrap();
         drop(server);
-        listen(&path).unwrap();
+        begin(&path).unwrap();
     }
 
     #[test]
@@ -315,7 +300,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let server = UnixListener::bind(&path).unwrap();
-        let refused = listen(&path).unwrap_err();
+        let refused = begin(&path).unwrap_err();
         assert!(refused.to_string().contains("another server listens there"), "{refused}");
         server.accept().unwrap();
         // As the keeper of a killed switch: it ends when its successor waits for it.
@@ -324,7 +309,7 @@ mod tests {
             rustix::event::poll(&mut arrived, None).unwrap();
             drop(server);
         });
-        listen(&path).unwrap();
+        begin(&path).unwrap();
         ending.join().unwrap();
     }
 }

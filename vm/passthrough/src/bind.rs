@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use tombolo_brief::child::leave_sockets;
 
 use crate::address::Address;
 use crate::device::VFIO;
@@ -204,8 +205,9 @@ impl Bus for Kernel {
         if Path::new("/sys/bus/pci/drivers").join(VFIO).exists() {
             return Ok(());
         }
-        let result =
-            Command::new("modprobe").arg(VFIO).output().map_err(|e| BindError::NoDriver(e.to_string()))?;
+        let mut command = Command::new("modprobe");
+        leave_sockets(command.arg(VFIO));
+        let result = command.output().map_err(|e| BindError::NoDriver(e.to_string()))?;
         if result.status.success() {
             Ok(())
         } else {

@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use tombolo_brief::child::leave_sockets;
 
 use crate::start;
 
@@ -44,6 +45,7 @@ impl Qemu {
     fn ask(program: PathBuf, limit: Duration) -> anyhow::Result<Qemu> {
         let mut command = Command::new(&program);
         let command = command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped());
+        leave_sockets(command);
         let asked = command.stderr(Stdio::null()).spawn();
         let mut asked = asked.map_err(|e| start::no_program(&program, "qemu-system-x86", &e))?;
         let begun = Instant::now();

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Context;
+use tombolo_brief::child::leave_sockets;
 
 use crate::child;
 use crate::compose::VmSpec;
@@ -102,6 +103,7 @@ fn overlay(dir: &StateDir, vm: &str, n: usize, disk: &DiskSpec, format: Format) 
     let begun = dir.path().join(format!("{vm}.{n}.new.{OVERLAY}"));
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2", "-F", format.name(), "-b"]).arg(&disk.path).arg(&begun);
+    leave_sockets(&mut command);
     let output = command.output().map_err(|e| start::no_program(Path::new("qemu-img"), "qemu-utils", &e))?;
     if !output.status.success() {
         // It may not have begun it.

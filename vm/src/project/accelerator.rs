@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::Value;
+use tombolo_brief::child::leave_sockets;
 use tombolo_control::accel::Tenant;
 
 use crate::child::{self, halted};
@@ -413,6 +414,7 @@ pub fn devices() -> anyhow::Result<Vec<String>> {
     let mut command = crate::child::own_program();
     command.args(["accel", "devices"]).stdin(Stdio::null());
     child::tie(&mut command, &[]);
+    leave_sockets(&mut command);
     let output =
         command.output().map_err(|e| no_process(&e)).context("'tombolo accel devices' can't be run")?;
     anyhow::ensure!(output.status.success(), "{}", child::words(&output));

@@ -25,6 +25,7 @@ use anyhow::Context;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use tombolo_brief::child::leave_sockets;
 use tombolo_zone::keep::{Keep, Kept};
 
 use crate::child;
@@ -124,6 +125,7 @@ impl Program {
         command.arg0("tombolo").args(["supervise-on", "--examine", &kept[1].as_raw_fd().to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         child::tie(&mut command, &kept);
+        leave_sockets(&mut command);
         let mut process =
             command.spawn().with_context(|| format!("{} can't be started", self.path.display()))?;
         let begun = Instant::now();

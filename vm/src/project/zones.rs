@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use tombolo_brief::child::leave_sockets;
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::zone::{Area, RING};
 use tombolo_zone::doorbell::handover::{Paused, ServerState};
@@ -351,6 +352,7 @@ fn files_command(name: &str, zone: &Zone, what: &str, args: &[String]) -> anyhow
     command.args(["files", what]).arg(&inherited).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     crate::child::tie(&mut command, std::slice::from_ref(&memory));
+    leave_sockets(&mut command);
     let output = command.stderr(Stdio::piped()).output();
     let output = output.map_err(|e| no_process(&e)).context("'tombolo files' can't be run")?;
     if !output.status.success() {

@@ -8,15 +8,15 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tombolo_brief::Brief;
+use tombolo_listen::Name;
 
 use super::allowance::{Allowance, MAX_CONNECTIONS};
 use super::client::Bell;
@@ -70,7 +70,7 @@ enum Command {
     Listen {
         member: MemberId,
         listener: Brief<UnixListener>,
-        path: PathBuf,
+        name: Name,
     },
     Adopt {
         member: MemberId,
@@ -157,18 +157,11 @@ impl DoorbellServer {
     /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device ivshmem-doorbell,chardev=bell,vectors=1`). Replaces a socket
     /// file at which no process listens. Only the owner may connect to the socket; the permissions of the caller's directory restrict it further.
     pub fn listen(&self, member: MemberId, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        let failed = |e| Error::io(format!("making the doorbell socket {}", path.display()), e);
-        let listener = match UnixListener::bind(path) {
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
-                std::fs::remove_file(path).map_err(failed)?;
-                UnixListener::bind(path).map_err(failed)?
-            }
-            other => other.map_err(failed)?,
-        };
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+        let failed = |e| Error::io("making a doorbell socket", e);
+        let (listener, name) =
+            tombolo_listen::listen(path.as_ref(), Some(0o600)).map_err(|e| failed(e.into()))?;
         listener.set_nonblocking(true).map_err(failed)?;
-        self.command(Command::Listen { member, listener: listener.into(), path: path.to_owned() })
+        self.command(Command::Listen { member, listener: listener.into(), name })
     }
 
     /// Ends a member's socket and connection.
@@ -253,16 +246,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns whether no process listens at a socket file.
-fn is_stale(path: &Path) -> bool {
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
-    is_socket && UnixStream::connect(path).is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused)
-}
-
 struct Listening {
     listener: Brief<UnixListener>,
-    path: PathBuf,
+    name: Name,
     allowance: Allowance,
+}
+
+impl Listening {
+    fn forget(self) {
+        // Its directory may have been removed.
+        let _gone = self.name.remove();
+    }
 }
 
 pub(super) struct Client {
@@ -311,17 +305,17 @@ impl Work {
             }
             while let Ok(command) = self.commands.try_recv() {
                 match command {
-                    Command::Listen { member, listener, path } => {
+                    Command::Listen { member, listener, name } => {
                         let listening =
-                            Listening { listener, path, allowance: Allowance::new(Instant::now()) };
+                            Listening { listener, name, allowance: Allowance::new(Instant::now()) };
                         if let Some(old) = self.listeners.insert(member, listening) {
-                            self.forget(member, old);
+                            old.forget();
                         }
                     }
                     Command::Adopt { member, stream } => self.join(member, stream, None),
                     Command::Unlisten { member } => {
                         if let Some(old) = self.listeners.remove(&member) {
-                            self.forget(member, old);
+                            old.forget();
                         }
                         for peer in self.peers_of(member) {
                             self.leave(peer, "its doorbell was taken away".to_owned());
@@ -337,9 +331,7 @@ impl Work {
                         let _goes_on = resume.recv();
                     }
                     Command::Stop => {
-                        for (member, old) in std::mem::take(&mut self.listeners) {
-                            self.forget(member, old);
-                        }
+                        std::mem::take(&mut self.listeners).into_values().for_each(Listening::forget);
                         return;
                     }
                 }
@@ -609,14 +601,6 @@ impl Work {
 
     fn peers_of(&self, member: MemberId) -> Vec<u16> {
         self.clients.iter().filter(|(_, c)| c.member == member).map(|(peer, _)| *peer).collect()
-    }
-
-    fn forget(&self, member: MemberId, old: Listening) {
-        let replaced = self.listeners.get(&member).is_some_and(|l| l.path == old.path);
-        if !replaced {
-            // Its directory may have been removed.
-            let _ = std::fs::remove_file(&old.path);
-        }
     }
 
     fn tell(&self, event: Event) {

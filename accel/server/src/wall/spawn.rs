@@ -239,40 +239,30 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
     }
 }
 
-extern "C" fn nothing(_signal: libc::c_int) {}
-
 /// Gives these descriptors the numbers from 0 on, and closes all others of this process but `failed`, however they were opened. All have larger numbers than they get.
 ///
-/// The others are copies of the server's sockets. If the server has closed its own meanwhile, the files that clients passed along end here, which can take hours ([`tombolo_brief`]); a timer's
-/// signals cut that short. After execve, which would close the copies too, no signal comes.
+/// The others are copies of the server's sockets. If the server has closed its own meanwhile, the files that clients passed along end here ([`tombolo_brief::child`]).
 ///
 /// # Safety
 /// As for [`become_program`].
 unsafe fn keep_only(descriptors: &[RawFd], failed: RawFd) -> Option<()> {
     let done = |r: libc::c_int| (r >= 0).then_some(());
-    let timer = |micros| {
-        let interval = libc::timeval { tv_sec: 0, tv_usec: micros };
-        let times = libc::itimerval { it_interval: interval, it_value: interval };
-        // SAFETY: a structure that lives during the call.
-        done(unsafe { libc::setitimer(libc::ITIMER_REAL, &times, std::ptr::null_mut()) })
-    };
-    // SAFETY: as the caller promises.
-    unsafe {
-        libc::signal(libc::SIGALRM, nothing as extern "C" fn(libc::c_int) as libc::sighandler_t);
-        timer(tombolo_brief::A_MOMENT.as_micros() as libc::suseconds_t)?;
+    let close = || {
         for (to, fd) in (0..).zip(descriptors) {
-            done(libc::dup2(*fd, to))?;
+            // SAFETY: numbers of descriptors.
+            done(unsafe { libc::dup2(*fd, to) })?;
         }
         let (rest, failed) = (descriptors.len() as libc::c_uint, failed as libc::c_uint);
         for (first, last) in [(rest, failed.checked_sub(1)?), (failed + 1, libc::c_uint::MAX)] {
             if first <= last {
-                done(libc::syscall(libc::SYS_close_range, first, last, 0) as libc::c_int)?;
+                // SAFETY: this process uses none of these any more.
+                done(unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } as libc::c_int)?;
             }
         }
-        timer(0)?;
-        libc::signal(libc::SIGALRM, libc::SIG_DFL);
-    }
-    Some(())
+        Some(())
+    };
+    // SAFETY: as the caller promises.
+    unsafe { tombolo_brief::child::while_signals_come(close) }.ok()?
 }
 
 fn copy_above(fd: BorrowedFd<'_>, least: RawFd) -> io::Result<OwnedFd> {
