@@ -25,7 +25,8 @@ typedef struct {
 
 enum tmb_sync_type { TMB_SEMAPHORE = 1, TMB_MUTEX = 2, TMB_RWLOCK = 3, TMB_EVENT = 4 };
 
-/* In a guest: a device /dev/tombolo-sync*; on the host: the zone's file, or /proc/PID/fd/N of its memfd. One session per process. */
+/* In a guest: a device /dev/tombolo-sync*; on the host: the zone's file, or /proc/PID/fd/N of its memfd. One session per process.
+ * A child of fork(2) opens its own: with its copy of the parent's all functions return -EBADF, but tmb_sync_close(), which leaves the parent's open. */
 int tmb_sync_open(const char *path, tmb_sync **out);
 void tmb_sync_close(tmb_sync *s);
 

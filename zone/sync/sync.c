@@ -37,7 +37,8 @@
 #define SEM_MAX 0x7fffffffu
 
 struct tmb_sync {
-	int fd;		/* the device, or the zone's file with the lock of this session */
+	struct tmb_sync *next; /* in 'sessions' */
+	int fd;		/* the device, or the zone's file with the lock of this session; -1: the session of the process that forked this one */
 	bool device;
 	bool spins;	/* another process may post meanwhile on another processor, of this machine or not */
 	tmb_u8 *map;	/* the whole zone (host) or the area (device) */
@@ -53,6 +54,58 @@ struct tmb_sync {
 		tmb_u32 count, generation; /* of the object that the locks are on */
 	} readers[TMB_SYNC_KEYS]; /* read locks of this process, by object */
 };
+
+/* --- fork ------------------------------------------------------------------------------------------------------- */
+
+/*
+ * A session belongs to the process that opened it, and ends with that: its locks then go to their next owners. A child of fork(2) gets copies of the
+ * descriptor and of the mapping, and either keeps the session alive, so it gives both up at once. Its copies of the sessions refuse everything but
+ * tmb_sync_close().
+ */
+static tmb_sync *sessions;
+static pthread_mutex_t sessions_lock = PTHREAD_MUTEX_INITIALIZER; /* held across fork, and while a session is opened */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+static int fork_error;
+
+static bool is_inherited(const tmb_sync *s)
+{
+	return s->fd < 0;
+}
+
+static void before_fork(void)
+{
+	pthread_mutex_lock(&sessions_lock);
+}
+
+static void after_fork(void)
+{
+	pthread_mutex_unlock(&sessions_lock);
+}
+
+static void after_fork_in_child(void)
+{
+	for (tmb_sync *s = sessions; s; s = s->next) {
+		if (is_inherited(s))
+			continue;
+		/* Empty memory in its place: no address that the program may still use becomes another mapping's. */
+		mmap(s->map, s->map_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+		close(s->fd);
+		s->fd = -1;
+		s->n_objects = 0;
+	}
+	after_fork();
+}
+
+static void watch_fork(void)
+{
+	fork_error = pthread_atfork(before_fork, after_fork, after_fork_in_child);
+}
+
+/* The error of a handle that is none of this session's objects. */
+static int no_object(const tmb_sync *s)
+{
+	return is_inherited(s) ? -EBADF : -EINVAL;
+}
 
 /* --- time and sleeping ---------------------------------------------------------------------------------------- */
 
@@ -239,7 +292,7 @@ static void table_unlock(tmb_sync *s)
 static inline int check(tmb_sync *s, tmb_object o, struct tmb_sync_object **out)
 {
 	if (o.index >= s->n_objects)
-		return -EINVAL;
+		return no_object(s);
 	*out = object_at(s, o.index);
 	return tmb_load_acquire(&(*out)->generation) == o.generation ? 0 : -EIDRM;
 }
@@ -337,7 +390,7 @@ static int map_zone(tmb_sync *s, tmb_u64 *area_len)
 	return -EUSERS;
 }
 
-int tmb_sync_open(const char *path, tmb_sync **out)
+static int open_session(const char *path, tmb_sync **out)
 {
 	tmb_sync *s = calloc(1, sizeof(*s));
 	tmb_u64 area_len, fits;
@@ -387,13 +440,38 @@ fail:
 	return err;
 }
 
+int tmb_sync_open(const char *path, tmb_sync **out)
+{
+	int err;
+
+	pthread_once(&fork_once, watch_fork);
+	if (fork_error)
+		return -fork_error;
+	pthread_mutex_lock(&sessions_lock);
+	err = open_session(path, out);
+	if (!err) {
+		(*out)->next = sessions;
+		sessions = *out;
+	}
+	pthread_mutex_unlock(&sessions_lock);
+	return err;
+}
+
 void tmb_sync_close(tmb_sync *s)
 {
+	tmb_sync **link = &sessions;
+
+	pthread_mutex_lock(&sessions_lock);
+	while (*link != s)
+		link = &(*link)->next;
+	*link = s->next;
 	/* Locks that this session still holds go to their next owner with -EOWNERDEAD. In a guest the kernel does this. */
-	if (!s->device)
+	if (!s->device && !is_inherited(s))
 		tmb_session_free(s->h, s->session, s->session_word);
 	munmap(s->map, s->map_len);
-	close(s->fd);
+	if (!is_inherited(s))
+		close(s->fd);
+	pthread_mutex_unlock(&sessions_lock);
 	pthread_mutex_destroy(&s->readers_lock);
 	free(s);
 }
@@ -439,17 +517,19 @@ static int find(tmb_sync *s, const char *name, tmb_u64 key, tmb_u32 *type, tmb_o
 	return -ENOENT;
 }
 
-static int name_ok(const char *name)
+static int name_ok(const tmb_sync *s, const char *name)
 {
 	size_t len = strnlen(name, TMB_SYNC_NAME);
 
+	if (is_inherited(s))
+		return -EBADF;
 	return len >= 1 && len < TMB_SYNC_NAME ? 0 : -ENAMETOOLONG;
 }
 
 int tmb_sync_lookup(tmb_sync *s, enum tmb_sync_type type, const char *name, tmb_object *out)
 {
 	tmb_u32 found;
-	int err = name_ok(name);
+	int err = name_ok(s, name);
 
 	if (!err)
 		err = find(s, name, hash(name, strlen(name)), &found, out);
@@ -505,7 +585,7 @@ int tmb_sync_create(tmb_sync *s, enum tmb_sync_type type, const char *name, uint
 {
 	tmb_u32 found;
 	tmb_u64 key;
-	int err = name_ok(name);
+	int err = name_ok(s, name);
 
 	if (err)
 		return err;
@@ -529,7 +609,7 @@ int tmb_sync_destroy(tmb_sync *s, const char *name)
 {
 	tmb_object at;
 	tmb_u32 type;
-	int err = name_ok(name);
+	int err = name_ok(s, name);
 
 	if (!err)
 		err = table_lock(s);
@@ -550,7 +630,7 @@ int tmb_sem_post(tmb_sync *s, tmb_object at)
 	tmb_u64 v;
 
 	if (at.index >= s->n_objects)
-		return -EINVAL;
+		return no_object(s);
 	o = object_at(s, at.index);
 	v = tmb_load(&o->value);
 	do {
@@ -631,7 +711,7 @@ int tmb_sem_wait(tmb_sync *s, tmb_object at, int64_t timeout_ns)
 	int got;
 
 	if (at.index >= s->n_objects)
-		return -EINVAL;
+		return no_object(s);
 	o = object_at(s, at.index);
 	got = sem_try(o, at.generation);
 	if (!got)
@@ -757,7 +837,7 @@ int tmb_rwlock_rdunlock(tmb_sync *s, tmb_object at)
 	int err;
 
 	if (at.index >= s->n_objects)
-		return -EINVAL;
+		return no_object(s);
 	err = check(s, at, &o);
 	own = &s->readers[at.index];
 	pthread_mutex_lock(&s->readers_lock);

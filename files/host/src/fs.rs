@@ -356,10 +356,18 @@ impl Filesystem {
 
     /// Ends all waits for other members in this handle, and later ones: such calls give EINTR, as if the thread had been killed.
     pub fn end_waits(&self) {
+        self.ending().store(true, Ordering::SeqCst);
+        self.rang();
+    }
+
+    /// Returns whether [`Filesystem::end_waits`] was called.
+    pub fn waits_are_over(&self) -> bool {
+        self.ending().load(Ordering::SeqCst)
+    }
+
+    fn ending(&self) -> &AtomicBool {
         // SAFETY: a flag in the Host, which lives as long as self; the core reads it by atomic loads.
         unsafe { AtomicBool::from_ptr((&raw const self.host.raw.ending).cast_mut()) }
-            .store(true, Ordering::SeqCst);
-        self.rang();
     }
 
     /// Drops the handle without closing the file system, as a process' death does. For tests of recovery.

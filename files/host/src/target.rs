@@ -15,7 +15,8 @@ use rustix::fs::{FallocateFlags, FlockOperation, SealFlags};
 use rustix::io::Errno;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
-use tombolo_zone::{AreaType, MemberId, MemberState, Membership, Rights, Role, Zone};
+use tombolo_zone::{AreaType, Liveness, MemberId, MemberState, Membership, Rights, Role, Zone};
+use uuid::Uuid;
 
 use crate::area::{Area, Incarnation, Map, open_backing};
 use crate::fs::Ringer;
@@ -120,6 +121,37 @@ fn fill_holes(path: &Path) -> anyhow::Result<()> {
                 (size - room) >> 10
             )
         }),
+    }
+}
+
+/// The name by which a process joins a zone.
+#[derive(Clone, Copy, Debug)]
+pub enum Name<'a> {
+    /// The member's.
+    Member(&'a str),
+    /// One of its own, that begins with its work.
+    Process(&'a str),
+}
+
+impl Name<'_> {
+    /// Takes a slot of the zone. A process' number is part of its own name, and may be that of a process in another PID namespace: then it takes another
+    /// name.
+    fn claim(self, zone: &Zone) -> anyhow::Result<(MemberId, Liveness)> {
+        let claim = |name: &str| zone.claim(name, Role::Host, Rights::READ_WRITE);
+        let work = match self {
+            Name::Member(name) => return Ok(claim(name)?),
+            Name::Process(work) => work,
+        };
+        let mut name = format!("{work}-{}", std::process::id());
+        loop {
+            match claim(&name) {
+                Err(_) if zone.members()?.iter().any(|m| m.alive && m.name == name) => {
+                    let random = Uuid::new_v4().as_fields().0;
+                    name = format!("{work}-{}-{random:08x}", std::process::id());
+                }
+                done => return Ok(done?),
+            }
+        }
     }
 }
 
@@ -280,7 +312,7 @@ impl Target {
         self.area_of(None)
     }
 
-    /// Returns the area for a mount that only reads, and is no member. In a VM it has that VM's root; `name` is as for [`Target::join`].
+    /// Returns the area for a mount that only reads, and is no member. In a VM it has that VM's root; `name` is its own, needed where it has no doorbell.
     pub fn area_to_read(&self, name: Option<&str>) -> anyhow::Result<Area> {
         let Kind::Zone { zone, inside: true, .. } = &self.kind else { return self.area() };
         let registers = Registers::of(zone)?;
@@ -385,9 +417,9 @@ impl Target {
         self.require_unused(what, force).or_else(|used| store(magic).and(Err(used)))
     }
 
-    /// Becomes a member, with `name` if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
+    /// Becomes a member, with this name if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
     /// process is alone, and recovers all former members.
-    pub fn join(&self, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
+    pub fn join(&self, name: Name<'_>) -> anyhow::Result<(Area, Option<Joined>)> {
         if !self.is_inside() {
             fill_holes(&self.path)?;
         }
@@ -406,8 +438,7 @@ impl Target {
                 return Ok((area.lone(), None));
             }
         };
-        let own = format!("mount-{}", std::process::id());
-        let (id, liveness) = zone.claim(name.unwrap_or(&own), Role::Host, Rights::READ_WRITE)?;
+        let (id, liveness) = name.claim(zone)?;
         let area = self.area()?;
         // Grants of the slot's former member are not for this one. A file system of another version, which may have them elsewhere, is refused when it is
         // opened.
@@ -444,9 +475,13 @@ impl Target {
     }
 
     /// Takes the slot of the VM in which this process runs.
-    fn join_inside(&self, zone: &Arc<Zone>, name: Option<&str>) -> anyhow::Result<(Area, Option<Joined>)> {
+    fn join_inside(&self, zone: &Arc<Zone>, name: Name<'_>) -> anyhow::Result<(Area, Option<Joined>)> {
         let registers = Registers::of(zone)?;
-        let id = pci::slot(zone, registers.as_ref(), name)?;
+        let member = match name {
+            Name::Member(name) => Some(name),
+            Name::Process(_) => None,
+        };
+        let id = pci::slot(zone, registers.as_ref(), member)?;
         if zone.member(id)?.rights != Rights::READ_WRITE {
             bail!("zone {}: this VM may only read it; mount it with --read-only", zone.name());
         }

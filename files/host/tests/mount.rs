@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tempfile::TempDir;
 use tombolo_files::fs::{Filesystem, ROOT};
-use tombolo_files::target::Target;
+use tombolo_files::target::{Name, Target};
 use tombolo_zone::{Backing, Rights, Role, Zone, ZoneConfig};
 
 fn files(args: &[&str]) -> Output {
@@ -433,6 +433,48 @@ fn two_that_wait_for_each_other_are_told_and_a_signal_ends_a_wait() {
     drop(a);
     let (_, b) = both(&rig, "g");
     rustix::fs::flock(&b, rustix::fs::FlockOperation::LockExclusive).expect("no process has it");
+}
+
+#[test]
+fn a_program_that_waits_for_a_lock_when_its_mount_ends_is_told_that_the_mount_is_gone() {
+    let rig = Rig::new();
+    let (a, b) = both(&rig, "f");
+    rustix::fs::flock(&b, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let (thread, waiting) = std::sync::mpsc::channel();
+    let waiter = std::thread::spawn(move || {
+        thread.send(rustix::thread::gettid()).expect("a receiver");
+        rustix::fs::flock(&a, rustix::fs::FlockOperation::LockExclusive)
+    });
+    let task = format!("/proc/self/task/{}/wchan", waiting.recv().expect("a thread").as_raw_nonzero());
+    wait_until(|| fs::read_to_string(&task).is_ok_and(|place| place.contains("request_wait")));
+    // SAFETY: a plain call; the process was started by the rig.
+    unsafe { libc::kill(rig.pids[0], libc::SIGTERM) };
+    assert_eq!(waiter.join().expect("an answer"), Err(rustix::io::Errno::NOTCONN));
+}
+
+#[test]
+fn a_process_joins_though_one_of_another_pid_namespace_has_its_number() {
+    let dir = TempDir::new().expect("a directory");
+    let path = dir.path().join("zone");
+    let zone = Zone::create(&ZoneConfig::new("numbers", 64 << 20).backing(Backing::File(path.clone())))
+        .expect("a zone");
+    must(&["mkfs", path.to_str().expect("a path")]);
+    let name = format!("mount-{}", std::process::id());
+    let _other = zone.claim(&name, Role::Host, Rights::READ_WRITE).expect("a slot");
+    let target = Target::open(&path, true, None).expect("a zone");
+    assert!(target.join(Name::Member(&name)).is_err(), "a name that was asked for is not changed");
+    let (_, joined) = target.join(Name::Process("mount")).expect("a membership");
+    joined.expect("a zone").leave().expect("the end");
+}
+
+#[test]
+fn a_limit_of_nothing_is_refused_and_not_taken_for_none() {
+    let rig = Rig::new();
+    for limit in ["--bytes=0", "--inodes=0"] {
+        let out = files(&["grant", rig.zone_str(), "member-a", limit]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && said.contains("1 at least"), "{limit}: {said}");
+    }
 }
 
 #[test]
@@ -1022,7 +1064,7 @@ fn a_folder_that_another_member_removes_while_it_is_made_was_made() {
     const COUNT: usize = 300;
     let rig = Rig::new();
     let target = Target::open(&rig.zone, true, None).expect("the zone");
-    let (area, joined) = target.join(Some("remover")).expect("a membership");
+    let (area, joined) = target.join(Name::Member("remover")).expect("a membership");
     let core = Filesystem::open(area).expect("its files");
     let (made, removed) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let errors = std::thread::scope(|scope| {
@@ -1062,7 +1104,7 @@ fn names_that_members_made_go_to_no_terminal_as_they_are() {
     let json: serde_json::Value = serde_json::from_str(&must(&["accounts", "--json", path])).expect("JSON");
     assert_eq!(json[0]["name"], name);
     let target = Target::open(Path::new(path), true, None).expect("the zone");
-    let (area, joined) = target.join(Some("writer")).expect("a member");
+    let (area, joined) = target.join(Name::Member("writer")).expect("a member");
     let core = Filesystem::open(area).expect("open");
     core.xattr_set(ROOT, b"user.\x1b[2J", Some(b"x"), 0, None).expect("an attribute");
     drop(core);

@@ -175,6 +175,11 @@ fn check_membership(
         let message = format!("vm.{name}.zones names the zone '{zone}', which is not declared; {hint}");
         return Err(("zones", message));
     };
+    ensure(zone_use.bytes != Some(Size(0)) && zone_use.inodes != Some(0), "zones", || {
+        format!(
+            "vm.{name}.zones.{zone}: bytes and inodes are 1 at least; for a guest that is to make nothing write rights = \"ro\""
+        )
+    })?;
     let Some(mount) = &zone_use.mount else { return Ok(()) };
     ensure(spec.files, "zones", || {
         format!(

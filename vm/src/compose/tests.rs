@@ -92,6 +92,14 @@ fn an_undeclared_zone_is_named_with_the_one_that_was_meant() {
 }
 
 #[test]
+fn a_limit_of_nothing_is_refused_since_it_would_be_none() {
+    for limit in ["bytes = 0", "bytes = \"0\"", "inodes = 0"] {
+        let e = error(&format!("[zone.z]\nsize=\"8M\"\n[vm.a]\nzones = {{ z = {{ {limit} }} }}\n"));
+        assert!(e.contains(":4: vm.a.zones.z: bytes and inodes are 1 at least"), "{limit}: {e}");
+    }
+}
+
+#[test]
 fn paths_are_relative_to_the_file() {
     let p = parse("[zone.z]\nsize=\"8M\"\nbacking=\"./z.img\"\n[vm.a]\ndisk=\"a.qcow2\"\n[vm.b]\nkernel=\"k/vmlinuz\"\n[vm.c]\nkernel=\"6.1\"\n")
         .unwrap();

@@ -13,7 +13,7 @@ use crate::fs::{self, Create, Filesystem, Handle};
 use crate::fsck;
 use crate::shown::shown;
 use crate::sys;
-use crate::target::Target;
+use crate::target::{Name, Target};
 
 /// Arguments of `tombolo files grant`.
 #[derive(Debug, clap::Args)]
@@ -29,7 +29,7 @@ pub struct Args {
     /// now on
     #[arg(long, value_parser = tombolo_control::Size::bytes_of)]
     bytes: Option<u64>,
-    /// Files and directories that it may create; none: no limit. Holds at once, for what the member creates from now on
+    /// Files and directories that it may create, 1 at least; none: no limit. Holds at once, for what the member creates from now on
     #[arg(long)]
     inodes: Option<u64>,
     /// The account that its files count for; members may share one. The member's own name if not given
@@ -46,6 +46,11 @@ pub struct Args {
 /// Runs `grant`.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let at = args.zone.display();
+    if args.bytes == Some(0) || args.inodes == Some(0) {
+        bail!(
+            "a limit is 1 at least; a member that is to make nothing gets read access only ('rights' in the compose file, 'zone invite --read-only')"
+        );
+    }
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
     // Two at once could give one account to two names, or two accounts to one; `up` grants for several VMs at the same time.
     let _one = target.hold_grants()?;
@@ -67,7 +72,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         }
         return Ok(());
     }
-    let (area, joined) = target.join(Some(&format!("grant-{}", std::process::id())))?;
+    let (area, joined) = target.join(Name::Process("grant"))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
     let root = directory(&fs, &args.subtree)?;

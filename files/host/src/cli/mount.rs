@@ -24,7 +24,7 @@ use crate::fuse::options::MountOptions;
 use crate::fuse::session::{self, Mounted};
 use crate::log;
 use crate::sys;
-use crate::target::{self, Joined, Target};
+use crate::target::{self, Joined, Name, Target};
 
 /// The line that a mount in the foreground prints when it serves.
 const READY: &str = "serving";
@@ -153,8 +153,11 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let options = args.mount_options()?;
     let target = Target::open(&args.zone, !options.read_only, args.area.as_deref())?;
     let member = args.member.as_deref();
-    let (area, joined) =
-        if options.read_only { (target.area_to_read(member)?, None) } else { target.join(member)? };
+    let (area, joined) = if options.read_only {
+        (target.area_to_read(member)?, None)
+    } else {
+        target.join(member.map_or(Name::Process("mount"), Name::Member))?
+    };
     let _watched = joined.as_ref().filter(|_| target.is_inside()).map(watch_over).transpose()?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(Joined::ringer));

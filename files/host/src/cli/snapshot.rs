@@ -13,7 +13,7 @@ use crate::area::{Area, Map};
 use crate::fs::Filesystem;
 use crate::snapshot;
 use crate::sys;
-use crate::target::Target;
+use crate::target::{Name, Target};
 
 /// Arguments of `tombolo files snapshot`.
 #[derive(Debug, clap::Args)]
@@ -46,7 +46,7 @@ pub struct RestoreArgs {
 pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let at = args.image.display();
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
-    let (area, joined) = target.join(Some(&format!("snapshot-{}", std::process::id())))?;
+    let (area, joined) = target.join(Name::Process("snapshot"))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
     let image = File::options().read(true).write(true).create_new(true).open(&args.image);

@@ -14,7 +14,7 @@ use crate::change::Change;
 use crate::fs::Filesystem;
 use crate::fuse::session;
 use crate::shown::shown;
-use crate::target::{Joined, Target};
+use crate::target::{Joined, Name, Target};
 
 /// Interval at which a member without a doorbell polls for changes.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -45,7 +45,7 @@ pub struct Args {
 pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let signals = session::end_signals().context("taking over signals")?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
-    let (area, joined) = target.join(Some(&format!("watch-{}", std::process::id())))?;
+    let (area, joined) = target.join(Name::Process("watch"))?;
     let joined = joined.with_context(|| {
         format!(
             "{}: a file system outside a zone has one user at a time, so there is no other member to watch",

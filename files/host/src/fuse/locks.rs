@@ -414,7 +414,7 @@ impl Locks {
             let _woken = self.arrived.wait_timeout_while(waiting, time, |queue| queue.reasons == seen);
         }
         for waiter in queue(self).waiters.drain(..) {
-            self.answer(fs, waiter, Err(Errno::INTR));
+            self.answer(fs, waiter, Err(session::GONE));
         }
     }
 

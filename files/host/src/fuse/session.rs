@@ -294,6 +294,10 @@ impl Threads {
     }
 }
 
+/// The answer to requests whose waits the end of the mount has ended: what programs get of a mount without a process. EINTR would be wrong, since no signal
+/// has come: of a lock, the kernel makes an error of it that programs must never see (ERESTARTSYS).
+pub(super) const GONE: Errno = Errno::NOTCONN;
+
 /// Answers one request. False: the mount has ended.
 fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<bool> {
     let Some((header, body)) = Header::parse(request) else {
@@ -338,8 +342,12 @@ fn answer(device: &Arc<File>, server: &Server, request: &[u8]) -> io::Result<boo
             server.answer(&header, body)
         }
     };
-    // A request that met lost memory has read or written no file.
-    let answer = if server.fs.area().is_lost() { Err(Errno::IO) } else { answer };
+    let answer = match answer {
+        // A request that met lost memory has read or written no file.
+        _ if server.fs.area().is_lost() => Err(Errno::IO),
+        Err(Errno::INTR) if server.fs.waits_are_over() => Err(GONE),
+        answer => answer,
+    };
     told_of_end(send(device, header.unique, &answer))
 }
 
