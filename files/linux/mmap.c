@@ -229,7 +229,7 @@ static int displace(struct inode *inode, pgoff_t index)
 	struct address_space *pages = tmb_pages(inode);
 	struct tmb_inode *ti = tmb_i(inode);
 	pgoff_t first, last, i;
-	void *entry = run_with(ti, index, &first);
+	void *entry = run_with(ti, index, &first), *aside;
 	struct tfs_run run;
 	u64 block;
 	int err;
@@ -240,7 +240,10 @@ static int displace(struct inode *inode, pgoff_t index)
 	err = tfs_map(tmb_fs(inode), tmb_h(inode), index, 1, &run);
 	if (err || run.block == block + (index - first))
 		return err == -EAGAIN ? 0 : err;
-	err = xa_err(xa_store(&ti->displaced, block, entry, GFP_NOFS));
+	/* A huge page that was set aside before stays: this may be its first small page alone, and another one may be in use. */
+	aside = xa_load(&ti->displaced, block);
+	if (!aside || !(xa_to_value(aside) & 1))
+		err = xa_err(xa_store(&ti->displaced, block, entry, GFP_NOFS));
 	if (err)
 		return err;
 	xa_erase(&ti->runs, first);

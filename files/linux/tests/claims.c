@@ -897,6 +897,57 @@ static int shows(char **a)
 	return 0;
 }
 
+/* kept_at FILE PAGE STOP: a page of FILE that a shared mapping shows is in a pipe until STOP is there, and keeps its bytes */
+static int kept_at(char **a)
+{
+	int pipes[2], fd = open(a[0], O_RDWR);
+	struct stat st;
+	char *m, was;
+
+	CHECK(fd >= 0 && !fstat(fd, &st));
+	m = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(m != MAP_FAILED);
+	struct iovec io = {m + 4096 * atol(a[1]), 4096};
+
+	was = *(volatile char *)io.iov_base;
+	CHECK(!pipe(pipes) && vmsplice(pipes[1], &io, 1, 0) == 4096);
+	printf("held\n");
+	fflush(stdout);
+	for (int i = 0; stat(a[2], &st); i++) {
+		CHECK(i < 600000);
+		usleep(1000);
+	}
+	CHECK(read(pipes[0], buf, 4096) == 4096);
+	for (int k = 0; k < 4096; k++)
+		CHECK(buf[k] == was);
+	printf("shown\n");
+	return 0;
+}
+
+/* anew FILE PAGE LETTER: the page gets another block, full of LETTER */
+static int anew(char **a)
+{
+	int fd = open(a[0], O_RDWR);
+	off_t pos = 4096 * atol(a[1]);
+
+	memset(buf, a[2][0], 4096);
+	CHECK(!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, pos, 4096) && pwrite(fd, buf, 4096, pos) == 4096);
+	return 0;
+}
+
+/* shows_at FILE PAGE LETTER: a shared mapping of all of FILE shows LETTER in the page */
+static int shows_at(char **a)
+{
+	int fd = open(a[0], O_RDWR);
+	struct stat st;
+	volatile char *m;
+
+	CHECK(fd >= 0 && !fstat(fd, &st));
+	m = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(m != MAP_FAILED && m[4096 * atol(a[1])] == a[2][0]);
+	return 0;
+}
+
 /* polls FILE STOP: looks at a page of FILE through a mapping all the time, until STOP is there */
 static int polls(char **a)
 {
@@ -1532,6 +1583,7 @@ static const struct {
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
 	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2},
 	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"kept", kept, 2}, {"shows", shows, 2},
+	{"kept_at", kept_at, 3}, {"anew", anew, 3}, {"shows_at", shows_at, 3},
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},

@@ -541,6 +541,12 @@ def a_page_in_a_pipe_holds_up_removals_from_no_other_file_of_another_guest(a, b)
     comes_to(a, df, before)
 
 
+def filled(path, size):
+    """A command that stores a letter in all of a file, whose blocks are allocated at once, so that those of large ones make huge pages."""
+    return "truncate -s 0 %s; fallocate -l %s %s; tr '\\0' %%s < /dev/zero | dd of=%s conv=notrunc bs=%s count=1 iflag=fullblock 2>/dev/null" % (
+        path, size, path, path, size)
+
+
 @claim(2)
 def a_page_in_a_pipe_holds_up_no_access_to_what_another_guest_stored_in_its_place(a, b):
     df = "df /mnt | tail -1"
@@ -548,7 +554,7 @@ def a_page_in_a_pipe_holds_up_no_access_to_what_another_guest_stored_in_its_plac
     before = a.ok(df)
     # The second has huge pages.
     for size in ("64k", "8M"):
-        stored = "truncate -s 0 /mnt/k; dd if=/dev/zero bs=%s count=1 2>/dev/null | tr '\\0' %%s > /mnt/k" % size
+        stored = filled("/mnt/k", size)
         a.ok("rm -f /tmp/stop /tmp/kept.*; " + stored % "a")
         # What is in the pipes is another block each time.
         for now, then in ("ab", "bc", "cd"):
@@ -559,6 +565,28 @@ def a_page_in_a_pipe_holds_up_no_access_to_what_another_guest_stored_in_its_plac
         a.ok("touch /tmp/stop; until test $(cat /tmp/kept.* | wc -l) = 6; do :; done; ! grep -Lx shown /tmp/kept.* | grep .")
         a.ok("rm /mnt/k")
         comes_to(a, df, before)
+
+
+@claim(2)
+def a_page_in_a_pipe_is_no_other_files_block_though_the_first_page_around_it_changes_too(a, b):
+    df = "df /mnt | tail -1"
+    a.ok("touch /mnt/x; rm /mnt/x")
+    before = a.ok(df)
+    a.ok("rm -f /tmp/stop /tmp/kept; " + filled("/mnt/k", "8M") % "a")
+    a.ok("claims kept_at /mnt/k 517 /tmp/stop > /tmp/kept 2>&1 & until test -s /tmp/kept; do :; done; cat /tmp/kept")
+    # The first change sets the huge page aside, the second one its first small page.
+    for page in (515, 512):
+        a.ok("claims shows_at /mnt/k %d a" % page)
+        b.ok("claims anew /mnt/k %d b" % page)
+        a.ok("claims shows_at /mnt/k %d b" % page)
+    b.ok("truncate -s 0 /mnt/k")
+    b.ok("dd if=/dev/zero bs=1M count=1 2>/dev/null | tr '\\0' x > /tmp/x")
+    for _ in range(3):
+        b.run("while cat /tmp/x >> /mnt/fill; do :; done")
+        b.ok("rm /mnt/fill")
+    a.ok("touch /tmp/stop; until test $(cat /tmp/kept | wc -l) = 2; do :; done; cat /tmp/kept; grep -qx shown /tmp/kept")
+    a.ok("rm /mnt/k")
+    comes_to(a, df, before)
 
 
 @claim(2)
