@@ -131,7 +131,7 @@ fn a_server_at_which_this_process_may_not_look_is_not_taken_for_a_dead_one() {
     let path = folder.path().join("socket");
     std::fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).unwrap();
     let (_listener, name) = taken(&path).expect("free");
-    std::fs::set_permissions(&path, Permissions::from_mode(0)).unwrap();
+    std::fs::set_permissions(&path, Permissions::from_mode(0o000)).unwrap();
     let refused = || {
         if rustix::process::geteuid().is_root() {
             // SAFETY: a number; of this thread alone.
