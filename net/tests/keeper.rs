@@ -120,6 +120,18 @@ fn ports_come_and_go_in_a_sandboxed_switch_and_take_their_sockets_with_them() {
 }
 
 #[test]
+fn a_port_that_is_removed_leaves_the_socket_of_another_server_that_has_its_place() {
+    let switch = Switch::start(0, &[]);
+    ask::<serde_json::Value>(&switch.control(), &port_of(&switch, "more")).unwrap();
+    let path = switch.dir.path().join("more");
+    // By an administrator.
+    std::fs::remove_file(&path).unwrap();
+    let _others = UnixListener::bind(&path).unwrap();
+    ask::<serde_json::Value>(&switch.control(), &Request::Remove { name: "more".into() }).unwrap();
+    assert!(UnixStream::connect(&path).is_ok());
+}
+
+#[test]
 fn a_port_that_many_add_and_remove_at_once_has_a_socket_if_and_only_if_the_switch_has_it() {
     let switch = Switch::start(0, &[]);
     let control = switch.control();
