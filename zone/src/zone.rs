@@ -209,6 +209,8 @@ impl Zone {
         let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
         let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
             .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
+        // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
+        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
         if !alive.is_empty() {
             return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
@@ -223,7 +225,6 @@ impl Zone {
         if liveness::sessions_held(zone.file.as_fd())? {
             return Err(in_use("processes that have its semaphores open".to_owned()));
         }
-        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         for id in MemberId::all() {
             zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
             zone.mark_dead(id)?;
