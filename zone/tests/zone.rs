@@ -406,6 +406,24 @@ fn members_that_write_invited_into_all_slots_keep_no_process_of_the_host_out_and
     zone.hold(kept).unwrap();
 }
 
+#[test]
+fn nobody_becomes_a_member_while_members_are_kept_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let id = zone.invite("vm", Role::Vm, Rights::READ_WRITE).unwrap();
+    let other = Zone::open(&path, true).unwrap();
+    let kept_out = zone.keep_members_out().unwrap();
+    assert!(matches!(other.keep_members_out(), Err(Error::InUse { .. })));
+    let refused = [
+        other.hold(id).map(drop).unwrap_err().to_string(),
+        other.claim("mount", Role::Host, Rights::READ_WRITE).map(drop).unwrap_err().to_string(),
+    ];
+    assert!(refused.iter().all(|why| why.contains("being repaired")), "{refused:?}");
+    assert!(zone.members().unwrap().iter().all(|member| !member.alive));
+    drop(kept_out);
+    other.join(id).unwrap();
+}
+
 /// Locks a byte of the zone's file for as long as the file is open: another process that holds it.
 fn hold_byte(path: &Path, byte: libc::off_t) -> std::fs::File {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();

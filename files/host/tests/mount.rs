@@ -468,6 +468,28 @@ fn a_process_joins_though_one_of_another_pid_namespace_has_its_number() {
 }
 
 #[test]
+fn nobody_joins_while_a_file_system_is_repaired() {
+    let dir = TempDir::new().expect("a directory");
+    let path = dir.path().join("zone");
+    let config = ZoneConfig::new("repair", 64 << 20).backing(Backing::File(path.clone()));
+    drop(Zone::create(&config).expect("a zone"));
+    let name = path.to_str().expect("a path");
+    must(&["mkfs", name]);
+    let target = Target::open(&path, true, None).expect("a zone");
+    let repair = target.require_nobody("fsck").expect("no member");
+    for args in [&["mount", name, dir.path().to_str().expect("a path")][..], &["fsck", "-y", name]] {
+        let out = files(args);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && said.contains("repair"), "{args:?}: {said}");
+    }
+    drop(repair);
+    let (_, joined) = target.join(Name::Process("mount")).expect("a membership");
+    assert!(target.require_nobody("fsck").is_err());
+    joined.expect("a zone").leave().expect("the end");
+    must(&["fsck", "-y", name]);
+}
+
+#[test]
 fn a_limit_of_nothing_is_refused_and_not_taken_for_none() {
     let rig = Rig::new();
     for limit in ["--bytes=0", "--inodes=0"] {
