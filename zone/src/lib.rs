@@ -51,7 +51,7 @@ pub use error::Error;
 pub use header::{Area, AreaConfig, AreaType};
 pub use liveness::Liveness;
 pub use member::{Member, MemberId, MemberState, Pending, Rights, Role};
-pub use zone::{GrantsHeld, Membership, Zone, ZoneConfig};
+pub use zone::{GrantsHeld, KeptOut, Membership, Zone, ZoneConfig};
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -5,7 +5,8 @@
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
 //! however the process dies. A child process (QEMU for example) that inherits the description keeps the lock for as long as it lives.
 //! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area; byte 322 serializes grants. The owner
-//! also holds byte 323, and a byte after it for each slot that it keeps for a member. The locks touch no data and need no cooperation from guests.
+//! also holds byte 323, and a byte after it for each slot that it keeps for a member. A process that repairs what lies in the zone holds byte 388. The locks
+//! touch no data and need no cooperation from guests.
 
 use std::fs::File;
 use std::io;
@@ -32,6 +33,10 @@ pub(crate) const PROMISES_BYTE: u32 = GRANTS_BYTE + 1;
 pub(crate) fn promise_byte(id: MemberId) -> u32 {
     PROMISES_BYTE + 1 + id.index()
 }
+
+/// Held by a process that keeps members out ([`crate::Zone::keep_members_out`]).
+pub(crate) const REPAIR_BYTE: u32 = PROMISES_BYTE + 1 + TMB_MAX_MEMBERS;
+const _: () = assert!(REPAIR_BYTE == 388);
 
 pub(crate) fn member_byte(id: MemberId) -> u32 {
     1 + id.index()

@@ -12,7 +12,9 @@ use uuid::Uuid;
 use crate::backing::Backing;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
-use crate::liveness::{self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, TABLE_BYTE, member_byte, promise_byte};
+use crate::liveness::{
+    self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, TABLE_BYTE, member_byte, promise_byte,
+};
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
 use crate::numa::Nodes;
@@ -117,6 +119,12 @@ pub struct GrantsHeld {
     _own: Own,
 }
 
+/// What [`Zone::keep_members_out`] gives.
+#[derive(Debug)]
+pub struct KeptOut {
+    _own: Own,
+}
+
 /// A mapped zone. Share it between threads in an `Arc`.
 #[derive(Debug)]
 pub struct Zone {
@@ -209,6 +217,8 @@ impl Zone {
         let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
         let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
             .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
+        // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
+        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
         if !alive.is_empty() {
             return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
@@ -223,7 +233,6 @@ impl Zone {
         if liveness::sessions_held(zone.file.as_fd())? {
             return Err(in_use("processes that have its semaphores open".to_owned()));
         }
-        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         for id in MemberId::all() {
             zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
             zone.mark_dead(id)?;
@@ -563,10 +572,28 @@ impl Zone {
         liveness::hold_waiting(self.file.as_fd(), GRANTS_BYTE).map(|own| GrantsHeld { _own: own })
     }
 
+    /// Refuses every member that comes, until the value returned is dropped: for a repair of what lies in the zone. The caller looks afterwards who is
+    /// there: a member that was not refused is seen then.
+    pub fn keep_members_out(&self) -> Result<KeptOut> {
+        let own = Own::try_hold(self.file.as_fd(), REPAIR_BYTE)?;
+        own.map(|own| KeptOut { _own: own }).ok_or_else(|| Error::InUse {
+            zone: self.label.clone(),
+            by: "another process that repairs it".to_owned(),
+        })
+    }
+
     /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
-        liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?
-            .ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))
+        let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?
+            .ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))?;
+        // After the own byte: who keeps members out takes these two in the other order.
+        if liveness::is_held(self.file.as_fd(), REPAIR_BYTE)? {
+            return Err(self.refuse_id(
+                id,
+                "the zone is being repaired; try again once 'tombolo files fsck -y' has ended".to_owned(),
+            ));
+        }
+        Ok(held)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.

@@ -407,6 +407,68 @@ fn members_that_write_invited_into_all_slots_keep_no_process_of_the_host_out_and
 }
 
 #[test]
+fn nobody_becomes_a_member_while_members_are_kept_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let id = zone.invite("vm", Role::Vm, Rights::READ_WRITE).unwrap();
+    let other = Zone::open(&path, true).unwrap();
+    let kept_out = zone.keep_members_out().unwrap();
+    assert!(matches!(other.keep_members_out(), Err(Error::InUse { .. })));
+    let refused = [
+        other.hold(id).map(drop).unwrap_err().to_string(),
+        other.claim("mount", Role::Host, Rights::READ_WRITE).map(drop).unwrap_err().to_string(),
+    ];
+    assert!(refused.iter().all(|why| why.contains("being repaired")), "{refused:?}");
+    assert!(zone.members().unwrap().iter().all(|member| !member.alive));
+    drop(kept_out);
+    other.join(id).unwrap();
+}
+
+/// Locks a byte of the zone's file for as long as the file is open: another process that holds it.
+fn hold_byte(path: &Path, byte: libc::off_t) -> std::fs::File {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    // SAFETY: flock is plain data for which zero is valid.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    (lock.l_type, lock.l_start, lock.l_len) = (libc::F_WRLCK as libc::c_short, byte, 1);
+    // SAFETY: an open descriptor and a valid struct flock.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) }, 0);
+    file
+}
+
+#[test]
+fn a_process_that_joins_while_another_takes_the_zone_over_stays_a_member() {
+    /// Serializes changes of the member table (`src/liveness.rs`).
+    const TABLE_BYTE: libc::off_t = 65;
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let id = zone.invite("m", Role::Host, Rights::READ_WRITE).unwrap();
+    drop(zone);
+    let (zone, table) = (Zone::open(&path, true).unwrap(), hold_byte(&path, TABLE_BYTE));
+    let (thread, number) = std::sync::mpsc::channel();
+    let taking = std::thread::spawn(move || {
+        // SAFETY: a plain call.
+        thread.send(unsafe { libc::gettid() }).unwrap();
+        Zone::take_over(path)
+    });
+    let place = format!("/proc/self/task/{}/wchan", number.recv().unwrap());
+    let waits = || {
+        taking.is_finished()
+            || std::fs::read_to_string(&place).is_ok_and(|at| at.contains("setlk") || at.contains("lock"))
+    };
+    for _ in 0..2000 {
+        if waits() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let own = zone.join(id).unwrap();
+    drop(table);
+    assert!(matches!(taking.join().unwrap(), Err(Error::InUse { .. })));
+    let found = zone.member(id).unwrap();
+    assert_eq!((found.state, found.epoch), (MemberState::Active, own.epoch()));
+}
+
+#[test]
 fn invitations_of_a_zone_whose_owner_tells_of_no_slots_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     let (path, zone) = file_zone(dir.path());

@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, FlockOperation, SealFlags};
 use rustix::io::Errno;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
-use tombolo_zone::{AreaType, Liveness, MemberId, MemberState, Membership, Rights, Role, Zone};
+use tombolo_zone::{AreaType, KeptOut, Liveness, MemberId, MemberState, Membership, Rights, Role, Zone};
 use uuid::Uuid;
 
 use crate::area::{Area, Incarnation, Map, open_backing};
@@ -392,8 +392,13 @@ impl Target {
         Ok(())
     }
 
-    /// Refuses if a member could mount the file system at any moment.
-    pub fn require_nobody(&self, what: &str) -> anyhow::Result<()> {
+    /// Refuses if a member could mount the file system at any moment, and keeps others out until the value returned is dropped. `None`: a file system
+    /// outside a zone, which this process holds by flock.
+    pub fn require_nobody(&self, what: &str) -> anyhow::Result<Option<KeptOut>> {
+        let kept_out = match &self.kind {
+            Kind::Zone { zone, .. } => Some(zone.keep_members_out()?),
+            Kind::Bare { .. } => None,
+        };
         let alive = self.alive()?;
         if !alive.is_empty() {
             bail!(
@@ -402,7 +407,7 @@ impl Target {
                 alive.join(", ")
             );
         }
-        Ok(())
+        Ok(kept_out)
     }
 
     /// Clears the magic so that no member can mount the file system; if one has mounted it, restores the magic.

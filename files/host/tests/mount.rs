@@ -468,6 +468,48 @@ fn a_process_joins_though_one_of_another_pid_namespace_has_its_number() {
 }
 
 #[test]
+fn a_mount_ends_though_another_mount_namespace_has_a_copy_of_it() {
+    let rig = Rig::new();
+    let mut copy = Command::new("unshare");
+    copy.args(["--mount", "--propagation", "private", "sh", "-c", "echo copied; exec sleep 100"]);
+    let mut copy = Killed(copy.stdout(Stdio::piped()).spawn().expect("unshare starts"));
+    let mut line = String::new();
+    BufReader::new(copy.0.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "copied\n");
+    fs::write(rig.at("a/f"), "x").expect("write");
+    // SAFETY: a plain call; the process was started by the rig.
+    unsafe { libc::kill(rig.pids[0], libc::SIGTERM) };
+    let ended = || !Path::new(&format!("/proc/{}/fd/0", rig.pids[0])).exists();
+    wait_until(ended);
+    assert!(ended(), "it waits for the copy");
+    rig.reap();
+    assert_eq!(fs::read_to_string(rig.at("b/f")).expect("read"), "x");
+    fs::write(rig.at("b/f"), "y").expect("write");
+}
+
+#[test]
+fn nobody_joins_while_a_file_system_is_repaired() {
+    let dir = TempDir::new().expect("a directory");
+    let path = dir.path().join("zone");
+    let config = ZoneConfig::new("repair", 64 << 20).backing(Backing::File(path.clone()));
+    drop(Zone::create(&config).expect("a zone"));
+    let name = path.to_str().expect("a path");
+    must(&["mkfs", name]);
+    let target = Target::open(&path, true, None).expect("a zone");
+    let repair = target.require_nobody("fsck").expect("no member");
+    for args in [&["mount", name, dir.path().to_str().expect("a path")][..], &["fsck", "-y", name]] {
+        let out = files(args);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && said.contains("repair"), "{args:?}: {said}");
+    }
+    drop(repair);
+    let (_, joined) = target.join(Name::Process("mount")).expect("a membership");
+    assert!(target.require_nobody("fsck").is_err());
+    joined.expect("a zone").leave().expect("the end");
+    must(&["fsck", "-y", name]);
+}
+
+#[test]
 fn a_limit_of_nothing_is_refused_and_not_taken_for_none() {
     let rig = Rig::new();
     for limit in ["--bytes=0", "--inodes=0"] {

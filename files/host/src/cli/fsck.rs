@@ -47,9 +47,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
 
 fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
     let target = Target::open(&args.zone, args.yes, args.area.as_deref())?;
-    if args.yes {
-        target.require_nobody("fsck")?;
-    }
+    let _kept_out = args.yes.then(|| target.require_nobody("fsck")).transpose()?;
     let live = target.is_in_use()?;
     let report = {
         let mut meter = Meter::new(json);

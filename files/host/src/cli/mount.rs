@@ -31,6 +31,9 @@ const READY: &str = "serving";
 /// Interval at which a member without a doorbell polls its pending bits.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
+/// The threads of a mount that is gone end within this time.
+const ENDS: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
+
 /// Each so many of these it looks whether other members live, if no process serves the zone.
 const LOOKS: u32 = 10;
 
@@ -344,7 +347,7 @@ fn serve(
     if recovery.join().is_err() {
         bail!("the thread that recovers dead members panicked");
     }
-    if mounted.unmount()? {
+    if mounted.unmount()? && have_ended(&ended_read)? {
         for thread in threads {
             match thread.join() {
                 Ok(Ok(done)) => done.context("answering requests")?,
@@ -354,6 +357,18 @@ fn serve(
         answering.join().context("answering requests")?;
     }
     Ok(())
+}
+
+/// Waits for the end of the threads that answer, which comes with that of the mount. False: it does not come, since another mount namespace has a copy of the
+/// mount; what uses that finds no process any more, as with a mount in use.
+fn have_ended(threads: &OwnedFd) -> anyhow::Result<bool> {
+    loop {
+        let mut ended = [PollFd::new(threads, PollFlags::IN)];
+        match poll(&mut ended, Some(&ENDS)) {
+            Err(rustix::io::Errno::INTR) => {}
+            done => return Ok(done.context("waiting for the end of the mount's threads")? > 0),
+        }
+    }
 }
 
 fn announce(target: &Path, json: bool) -> anyhow::Result<()> {
