@@ -323,6 +323,13 @@ def a_header_that_changes_while_its_zone_is_mounted_is_refused_and_the_zone_can_
 
 
 @claim(1)
+def a_mount_begins_while_an_earlier_one_of_the_same_zone_ends(a):
+    # The last user of a mount that has no place any more ends it; meanwhile the zone is mounted again.
+    a.ok("i=0; while test $i -lt 200; do (sleep 0.0$((i % 5)) < /mnt) & umount -l /mnt || exit 1; sleep 0.0$((i % 4)); mount -t tombolo test /mnt || exit 1; "
+         "i=$((i+1)); done; wait")
+
+
+@claim(1)
 def a_mount_is_made_read_only_and_writable_again_while_it_is_used(a):
     a.ok("echo kept > /mnt/f; mount -o remount,ro /mnt")
     rc, out = a.run("echo x > /mnt/x")
