@@ -278,7 +278,7 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 
 /*
  * Locks the inode across members, unmaps it here and keeps page faults out (invalidate_lock). Faults and the worker wait for that lock without end, so it
- * is not held while this waits for another member, or for pages in a pipe or under direct I/O.
+ * is not held while this waits for another member, or for pages in a pipe or under direct I/O. The caller's i_rwsem is released while it waits for pages.
  */
 static int begin_removal(struct inode *inode, struct tfs_write *w)
 {
@@ -298,7 +298,10 @@ static int begin_removal(struct inode *inode, struct tfs_write *w)
 		abandon_write(fs, w);
 		if (err != -EBUSY || time_after(jiffies, until))
 			return err;
+		/* A process that unlinks or renames the file waits for i_rwsem with its directory's held. */
+		inode_unlock(inode);
 		schedule_timeout_killable(pause);
+		inode_lock(inode);
 		if (fatal_signal_pending(current))
 			return -EINTR;
 		pause = min_t(unsigned long, pause * 2, HZ / 20 + 1);

@@ -81,7 +81,32 @@ static int tmb_show_options(struct seq_file *m, struct dentry *root)
 	return 0;
 }
 
+/* Leaves the zone and gives its device back. Does nothing the second time. */
+static void leave_zone(struct super_block *sb)
+{
+	struct tmb_sb *s = tmb_sb(sb);
+
+	if (!s->zone.addr)
+		return;
+	tmb_syncdev_destroy(s->sync);
+	flush_workqueue(s->lock_queue);
+	/* Path walks under RCU may still look at the zone. */
+	synchronize_rcu();
+	if (s->opened)
+		tfs_close(&s->fs);
+	if (s->joined)
+		tmb_zone_leave(&s->zone, s->fs.member, s->fs.epoch);
+	tmb_zone_detach(&s->zone, sb);
+}
+
+/* Runs before sget_fc() stops to find this super block, so a mount of the zone waits for its end, and finds the device free. */
+static void tmb_put_super(struct super_block *sb)
+{
+	leave_zone(sb);
+}
+
 static const struct super_operations tmb_super_ops = {
+	.put_super = tmb_put_super,
 	.alloc_inode = tmb_alloc_inode,
 	.free_inode = tmb_free_inode,
 	/* An inode that no name or file refers to is dropped: its attributes come from the zone anyway. */
@@ -335,16 +360,7 @@ static void tmb_kill_sb(struct super_block *sb)
 	kill_anon_super(sb);
 	if (!s)
 		return;
-	tmb_syncdev_destroy(s->sync);
-	flush_workqueue(s->lock_queue);
-	/* Path walks under RCU may still look at the zone. */
-	synchronize_rcu();
-	if (s->opened)
-		tfs_close(&s->fs);
-	if (s->joined)
-		tmb_zone_leave(&s->zone, s->fs.member, s->fs.epoch);
-	if (s->zone.addr)
-		tmb_zone_detach(&s->zone, sb);
+	leave_zone(sb); /* a mount that failed had no root, so tmb_put_super() was not called */
 	free_sb(s);
 }
 

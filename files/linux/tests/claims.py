@@ -109,6 +109,15 @@ def pages_of_closed_files_in_pipes_hold_up_nobody_and_are_no_other_files_blocks(
     comes_to(a, "df /mnt | tail -1", before)
 
 
+@claim(1)
+def a_truncation_that_waits_for_a_page_in_a_pipe_holds_up_no_directory(a):
+    a.ok("rm -f /tmp/stop /tmp/kept; mkdir /mnt/d; " + filled("/mnt/d/k", "64k") % "a")
+    a.ok("claims kept /mnt/d/k /tmp/stop > /tmp/kept 2>&1 & until test -s /tmp/kept; do :; done")
+    a.ok("truncate -s 0 /mnt/d/k & sleep 1; begin=$(date +%s); rm /mnt/d/k & until ! test -e /mnt/d/k; do :; done; touch /mnt/d/x; "
+         "test $(($(date +%s) - begin)) -lt 10; rc=$?; touch /tmp/stop; wait; exit $rc")
+    a.ok("grep -x shown /tmp/kept; rm -r /mnt/d")
+
+
 def inode_table(m):
     """Where the inodes that mkfs makes room for begin in the zone mapped as m (tfs_format.h)."""
     areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
@@ -311,6 +320,13 @@ def a_header_that_changes_while_its_zone_is_mounted_is_refused_and_the_zone_can_
     rc, out = a.finish()
     need(rc == 0, "no mount saw two headers: " + out)
     a.ok("mount -t tombolo test /mnt && ls /mnt && umount /mnt")
+
+
+@claim(1)
+def a_mount_begins_while_an_earlier_one_of_the_same_zone_ends(a):
+    # The last user of a mount that has no place any more ends it; meanwhile the zone is mounted again.
+    a.ok("i=0; while test $i -lt 200; do (sleep 0.0$((i % 5)) < /mnt) & umount -l /mnt || exit 1; sleep 0.0$((i % 4)); mount -t tombolo test /mnt || exit 1; "
+         "i=$((i+1)); done; wait")
 
 
 @claim(1)
