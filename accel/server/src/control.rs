@@ -29,6 +29,9 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// The end of a file that a client passes along waits for no longer.
 const LATE: Duration = Duration::from_millis(200);
 
+/// A list waits so long for a server that drains: one that is stopped answers later, if at all.
+const LISTED: Duration = Duration::from_secs(5);
+
 /// Listens for commands. Removes what servers have left that drained and were killed.
 pub fn listen(path: &Path) -> anyhow::Result<(UnixListener, Name)> {
     let taken = Name::listen(path, 0o600)?.with_context(|| {
@@ -99,8 +102,16 @@ pub fn obey(overseer: &UnixStream, server: &Arc<Server>) {
 
 /// Asks the server that is controlled at `socket`.
 pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> anyhow::Result<T> {
+    ask_within(socket, request, None)
+}
+
+fn ask_within<T: DeserializeOwned>(
+    socket: &Path,
+    request: &Request,
+    limit: Option<Duration>,
+) -> anyhow::Result<T> {
     let who = ("accelerator server", "start one with 'tombolo accel serve'");
-    let (value, _) = tombolo_control::socket::ask::<Answer<T>>(socket, request, None, who)?;
+    let (value, _) = tombolo_control::socket::ask::<Answer<T>>(socket, request, limit, who)?;
     Ok(value)
 }
 
@@ -122,12 +133,24 @@ fn drained(control: &Path) -> impl Iterator<Item = PathBuf> + use<> {
 
 /// The servers of a control socket: the one that takes clients, and those that drain.
 pub fn servers(control: &Path) -> anyhow::Result<Vec<Listing>> {
-    // One that ended just now, or was killed, answers no more.
-    let mut found: Vec<Listing> =
-        drained(control).filter_map(|socket| ask(&socket, &Request::Ls).ok()).collect();
-    match ask(control, &Request::Ls) {
+    let left_out = |socket: &Path, why: anyhow::Error| {
+        say!("tombolo accel: {}: {why:#}; it is left out, and may be stopped", socket.display());
+    };
+    let of_drained = |socket: PathBuf| match ask_within(&socket, &Request::Ls, Some(LISTED)) {
+        Ok(listing) => Some(listing),
+        Err(why) => {
+            // One that ended just now, or was killed, answers no more.
+            if name::is_served(&socket) {
+                left_out(&socket, why);
+            }
+            None
+        }
+    };
+    let mut found: Vec<Listing> = drained(control).filter_map(of_drained).collect();
+    match ask_within(control, &Request::Ls, Some(LISTED)) {
         Ok(listing) => found.insert(0, listing),
-        Err(e) if found.is_empty() => return Err(e),
+        Err(why) if found.is_empty() => return Err(why),
+        Err(why) if name::is_served(control) => left_out(control, why),
         Err(_) => {}
     }
     Ok(found)

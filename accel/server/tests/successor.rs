@@ -246,3 +246,21 @@ fn a_server_answers_commands_on_after_one_that_makes_no_sense() {
     ping(&server.client());
     server.end();
 }
+
+#[test]
+fn a_list_of_servers_waits_for_none_that_drains_and_is_stopped() {
+    let mut old = Server::start("stopped", &[]);
+    let client = old.client();
+    ping(&client);
+    drain(&old);
+    let new = Server::start("stopped", &[]);
+    signal(&old, libc::SIGSTOP);
+    let output = run(Command::new(PROGRAM).args(["ls", "--control"]).arg(&new.control));
+    signal(&old, libc::SIGCONT);
+    let [listed, said] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(listed.contains(&format!("server {}", new.child.id())), "{listed}");
+    assert!(said.contains(&format!("draining-{}", old.child.id())) && said.contains("stopped"), "{said}");
+    drop(client);
+    assert!(old.child.wait().expect("it ends").success());
+    new.end();
+}
