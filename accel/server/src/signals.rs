@@ -5,16 +5,33 @@ use std::io;
 
 const ASK: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
+/// Returns whether the program that started this one had it ignore a signal, as nohup(1) does.
+fn is_ignored(signal: libc::c_int) -> bool {
+    // SAFETY: plain data, for which zeroes are values, that lives during the call; nothing is changed.
+    unsafe {
+        let mut how: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &mut how) == 0 && how.sa_sigaction == libc::SIG_IGN
+    }
+}
+
+/// Those that ask this process to end. One that is ignored does not: a thread that waited for it would get it all the same.
 fn asking() -> libc::sigset_t {
     // SAFETY: a set of signals is plain data, which sigemptyset makes whole; the set lives during the calls.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&mut set);
-        for signal in ASK {
+        for signal in ASK.into_iter().filter(|signal| !is_ignored(*signal)) {
             libc::sigaddset(&mut set, signal);
         }
         set
     }
+}
+
+/// Has a write beyond the limit of a file's size (RLIMIT_FSIZE) fail, here and in what this process starts: by itself the kernel ends a process for it, and a server with it as soon as its log
+/// is that long.
+pub fn keep_writes_beyond_a_files_limit_from_ending_this() {
+    // SAFETY: integers only; for this signal the call can't fail.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
 /// Has the kernel keep ended children until this process waits for them. A program may have started this one with their ends ignored: then the kernel forgets them,
@@ -45,4 +62,24 @@ pub fn before_the_end(last: impl FnOnce() + Send + 'static) -> io::Result<()> {
         }
     })?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_that_was_ignored_when_a_server_began_does_not_ask_it_to_end() {
+        let ask = || {
+            let set = asking();
+            // SAFETY: a set that lives during the call.
+            ASK.map(|signal| unsafe { libc::sigismember(&set, signal) } == 1)
+        };
+        assert_eq!(ask(), [true; 3]);
+        // SAFETY: integers only; no other test is about this signal.
+        unsafe { libc::signal(libc::SIGHUP, libc::SIG_IGN) };
+        assert_eq!(ask(), [true, true, false]);
+        // SAFETY: as above.
+        unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
+    }
 }

@@ -71,6 +71,9 @@ const WAITING: usize = 4096;
 /// A file that ends while its client's hello is read may take so long. The client alone waits for that.
 const LATE: Duration = Duration::from_millis(200);
 
+/// What a client is told that the server has no threads, processes or descriptors for.
+const NO_WORKER: &str = "the server could not start a worker for this client; its log says why";
+
 /// What peers without a worker are worth in the log: a line a second. They can connect as fast as they like.
 #[derive(Default)]
 struct Seldom {
@@ -156,6 +159,7 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     }
     raise_descriptors();
     signals::keep_ended_children();
+    signals::keep_writes_beyond_a_files_limit_from_ending_this();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
     scratch::remove_left();
     let channels = config.vms.iter().map(|vm| vm.channels).chain(config.guests.iter().map(|vm| vm.channels));
@@ -285,25 +289,28 @@ impl Server {
             Err(full) => return self.refuse(&socket, &self.refusal(peer, full)),
         };
         let (server, address, limits) = (self.clone(), place.address.clone(), place.limits.clone());
+        let socket = Arc::new(socket);
+        let heard = socket.clone();
         // A thread of its own: one that says nothing, or a byte now and then, keeps nobody waiting. There are no more of them than places.
-        let met = spawn("hello", move || server.meet(address, &limits, guest, socket));
+        let met = spawn("hello", move || server.meet(address, &limits, guest, &heard));
         if let Err(e) = met {
-            say!("tombolo accel: no thread could be started for a client: {e}");
+            self.seldom.say(format_args!("no thread could be started for a client: {e}"));
+            self.refuse(&socket, NO_WORKER);
         }
     }
 
     /// Hears who a client is, and has a worker started for it.
-    fn meet(&self, address: String, limits: &Limits, guest: Guest, socket: Brief) {
-        let hello = match brief::within(LATE, || stream::hello(&socket, HELLO)) {
+    fn meet(&self, address: String, limits: &Limits, guest: Guest, socket: &Brief) {
+        let hello = match brief::within(LATE, || stream::hello(socket, HELLO)) {
             Ok(hello) => hello,
             Err(Error::Closed) => return,
             Err(e) => return self.seldom.say(format_args!("handshake with {}: {e}", guest.peer())),
         };
         if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
-            self.refuse(&socket, &why.to_string());
+            self.refuse(socket, &why.to_string());
             return self.seldom.say(format_args!("{}, of {}: {why}", hello.name, guest.peer()));
         }
-        if has_gone(&socket) {
+        if has_gone(socket) {
             return;
         }
         let origin = Origin { via: address, peer: Some(guest.peer()) };
@@ -313,7 +320,7 @@ impl Server {
         });
         if let Err(e) = started {
             say!("tombolo accel: no worker could be started: {e:#}");
-            self.refuse(&socket, "the server could not start a worker for this client; its log says why");
+            self.refuse(socket, NO_WORKER);
         }
     }
 

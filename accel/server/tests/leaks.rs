@@ -267,3 +267,17 @@ fn a_client_for_which_no_worker_can_be_started_is_told_so_and_others_compute_on(
     }
     assert!(server.end().contains("no worker could be started"));
 }
+
+#[test]
+fn a_server_that_may_write_no_files_tells_its_clients_and_lives_on() {
+    let mut command = Command::new("prlimit");
+    command.args(["--fsize=100", env!("CARGO_BIN_EXE_tombolo-accel")]).env_remove("OCL_ICD_VENDORS");
+    let server = Server::run(command, "no-files", &[]);
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "test".into() };
+    for _ in 0..2 {
+        let why = tombolo_calls::process::connect(&server.socket, &hello).err().expect("refused").to_string();
+        assert!(why.contains("could not start a worker"), "{why}");
+    }
+    assert!(server.ls()[0].tenants.is_empty());
+    assert!(server.end().contains("File too large"));
+}
