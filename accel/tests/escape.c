@@ -15,6 +15,7 @@
  *	escape many	starts processes, for ever
  *	escape orphan	tries to leave a stopped process in a group of its server that no parent in another group looks after, which the kernel ends;
  *		says 'another group: RESULT'
+ *	escape replace	tries to have its worker execute another program in its place; says 'another program: RESULT'
  *	escape come	compiles, and goes
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
  *	escape headless	the same, but the first thread of its worker ends; says 'headless'
@@ -155,6 +156,14 @@ static const char *source =
 	"		\"mov $61, %%eax; mov %%r12, %%rdi; mov $0x40000002, %%edx; syscall; 4: mov $60, %%eax; xor %%edi, %%edi; syscall; 9:\"\n"
 	"		: \"=a\"(first) : \"b\"(results) : \"rcx\", \"rdx\", \"rsi\", \"rdi\", \"r8\", \"r10\", \"r11\", \"r12\", \"memory\");\n"
 	"	sc(61, first, 0, 0x40000000, 0, 0, 0);\n"
+	"}\n"
+	/* A program that runs for ever, in the place of this process. */
+	"kernel void replace(global long *results)\n"
+	"{\n"
+	"	char path[] = \"/bin/sh\", option[] = \"-c\", words[] = \"while :; do :; done\";\n"
+	"	long arguments[4] = { (long)path, (long)option, (long)words, 0 }, none = 0;\n"
+	"	results[0] = sc(59, (long)path, (long)arguments, (long)&none, 0, 0, 0);\n"
+	"	results[1] = sc(322, -100, (long)path, (long)arguments, (long)&none, 0, 0);\n"
 	"}\n"
 	/* A message with a descriptor from the client's socket; then the file's mode. */
 	"kernel void take(global long *results)\n"
@@ -726,6 +735,9 @@ int main(int n, char **v)
 	} else if (!strcmp(v[1], "orphan")) {
 		e = run("orphan", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 		printf("another group: %ld\n", results[0]);
+	} else if (!strcmp(v[1], "replace")) {
+		e = run("replace", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
+		printf("another program: %ld\nthe same by another call: %ld\n", results[0], results[1]);
 	} else if (!strcmp(v[1], "linger")) {
 		e = run("linger", 1, (void *[]){ results }, (size_t[]){ sizeof(results) }, 0);
 		puts(results[0] > 0 ? "lingers" : "can't");

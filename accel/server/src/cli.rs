@@ -5,6 +5,7 @@ use crate::control::{self, Listing, Request};
 use crate::limits::Limits;
 use crate::supervisor::{self, Config};
 use crate::wall::Wall;
+use crate::worker::Behind;
 use crate::{trace, vm};
 use anyhow::Context;
 use std::path::{Path, PathBuf};
@@ -65,6 +66,9 @@ pub enum Command {
         /// The folder for its driver's files, if it is not confined
         #[arg(long)]
         scratch: Option<PathBuf>,
+        /// The descriptor by which its supervisor judges what it executes
+        #[arg(long)]
+        executions: Option<i32>,
         /// Serve no client: only try whether this process can be confined
         #[arg(long)]
         trial: bool,
@@ -255,8 +259,9 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             control::ask::<()>(&control, &Request::Vm(guest(&file)?))?;
         }
         Command::Trace { server, program } => return trace::run(&program, server.as_deref(), json),
-        Command::Worker { limits, place, wall, scratch, trial } => {
+        Command::Worker { limits, place, wall, scratch, executions, trial } => {
             let wall: Option<Wall> = wall.map(|w| serde_json::from_str(&w)).transpose()?;
+            let wall = wall.map(|wall| Behind { wall, executions });
             if trial {
                 return Ok(crate::worker::trial(&wall.context("--wall")?));
             }

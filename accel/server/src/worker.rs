@@ -33,6 +33,13 @@ const DESCRIPTORS: u64 = 1024;
 /// Set where devices are the native ones: an OpenCL driver of ours shows none there.
 pub const NATIVE: &str = "TOMBOLO_ACCEL_SERVER";
 
+/// The wall of a worker.
+pub struct Behind {
+    pub wall: Wall,
+    /// The number of the socket for [`wall::exec`].
+    pub executions: Option<RawFd>,
+}
+
 /// The client that the worker was started for.
 enum Caller {
     /// The client at a socket's other end, and its hello.
@@ -108,7 +115,7 @@ fn called(place: Option<&Place>) -> anyhow::Result<Option<Caller>> {
 pub fn run(
     limits: &Limits,
     place: Option<Place>,
-    wall: Option<Wall>,
+    wall: Option<Behind>,
     scratch: Option<PathBuf>,
 ) -> anyhow::Result<()> {
     // It was started by a name that only this process understands (/proc/self/exe).
@@ -186,8 +193,8 @@ fn announce(scratch: &Path, names: &[&str]) {
 
 /// Gives up what this worker doesn't need, as far as its supervisor says. `scratch`: the folder of one without a file system of its own. For a process
 /// that has one thread.
-fn enter(wall: Option<&Wall>, scratch: Option<PathBuf>) -> anyhow::Result<()> {
-    let Some(wall) = wall else {
+fn enter(wall: Option<&Behind>, scratch: Option<PathBuf>) -> anyhow::Result<()> {
+    let Some(Behind { wall, executions }) = wall else {
         wall::enter_unconfined()?;
         let folder = scratch.or_else(shared_cache).context("no folder for the driver's files was named")?;
         announce(&folder, &["POCL_CACHE_DIR", "TMPDIR"]);
@@ -197,13 +204,17 @@ fn enter(wall: Option<&Wall>, scratch: Option<PathBuf>) -> anyhow::Result<()> {
     let null = wall.enter()?;
     rustix::stdio::dup2_stdin(&null).context("standard input")?;
     rustix::stdio::dup2_stdout(&null).context("standard output")?;
+    if let Some(number) = executions {
+        // SAFETY: the supervisor put it there; this is its only owner.
+        wall::exec::ask(unsafe { OwnedFd::from_raw_fd(*number) }).context("executions")?;
+    }
     // There is no other folder.
     announce(&wall::scratch(), &["POCL_CACHE_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"]);
     Ok(())
 }
 
 /// Tries whether a worker can be confined so, and prints the reason if it can't.
-pub fn trial(wall: &Wall) -> ExitCode {
+pub fn trial(wall: &Behind) -> ExitCode {
     match enter(Some(wall), None).and_then(|()| wall::calls::filter(Again::inside(0..0), None)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {

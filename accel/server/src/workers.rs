@@ -8,6 +8,7 @@ use crate::listen::Peer;
 use crate::tenants::{Guest, Pause, Tenant, Tenants};
 use crate::wall::Wall;
 use crate::wall::cgroup::{self, Delegated, Group};
+use crate::wall::exec::Executions;
 use crate::wall::identity::Identity;
 use crate::wall::limits::{self, WORKING};
 use crate::wall::spawn::{self, Process, Start};
@@ -15,6 +16,7 @@ use crate::{scratch, worker};
 use anyhow::{Context, anyhow, bail};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, Shutdown};
 use rustix::pipe::PipeFlags;
 use std::ffi::OsString;
 use std::fs::File;
@@ -74,6 +76,8 @@ struct Begun {
     process: Process,
     /// The end of what it says.
     said: OwnedFd,
+    /// What it executes, if it is confined.
+    executions: Option<Executions>,
     /// The worker's control group, which goes when this is dropped.
     group: Option<Arc<Group>>,
     /// The folder of its driver, which goes when this is dropped.
@@ -133,11 +137,20 @@ impl Confinement {
     }
 
     fn try_it(&self) -> anyhow::Result<()> {
-        let Begun { process, said, group: _group, _scratch } =
+        let Begun { process, said, mut executions, group: _group, _scratch } =
             self.spawn(&["--trial"], &[], &Limits::default(), None)?;
         let mut words = String::new();
         File::from(said).take(MOST_SAID as u64).read_to_string(&mut words).context("what it says")?;
-        if process.wait()? { Ok(()) } else { Err(anyhow!("{}", words.trim())) }
+        if !process.wait()? {
+            return Err(anyhow!("{}", words.trim()));
+        }
+        if executions.as_mut().is_some_and(|executions| executions.hear(process.pid).is_err()) {
+            say!(
+                "tombolo accel: the system calls of this server are judged by another program, as some container managers do, so it can't judge what its workers \
+                 execute: a client's kernel can outlive this server if that is killed. Remedy: start it outside of that container, or with a control group"
+            );
+        }
+        Ok(())
     }
 
     /// Starts a worker with descriptors from [`crate::worker::FIGURES_FD`] on, `within` the control group of its VM.
@@ -169,7 +182,13 @@ impl Confinement {
         }
         // Its standard input is not ours: that may be a socket that commands come in by.
         let standard = [null.as_fd(), null.as_fd(), says.as_fd()];
-        let descriptors: Vec<BorrowedFd<'_>> = standard.into_iter().chain(fds.iter().copied()).collect();
+        let mut descriptors: Vec<BorrowedFd<'_>> = standard.into_iter().chain(fds.iter().copied()).collect();
+        let executions = wall.is_some().then(Executions::new).transpose().context("a pair of sockets")?;
+        let (executions, workers) = executions.unzip();
+        if let Some(workers) = &workers {
+            arguments.extend(["--executions".into(), descriptors.len().to_string().into()]);
+            descriptors.push(workers.as_fd());
+        }
         let process = spawn::spawn(&Start {
             arguments,
             variables: &[(worker::NATIVE, "1")],
@@ -182,7 +201,7 @@ impl Confinement {
             let lacks = lacking(&e);
             anyhow::Error::from(e).context(lacks)
         })?;
-        Ok(Begun { process, said, group, _scratch: scratch })
+        Ok(Begun { process, said, executions, group, _scratch: scratch })
     }
 }
 
@@ -222,11 +241,27 @@ const MOST_SAID: usize = 64 << 10;
 /// A worker may live on for so long when its client has gone.
 const GRACE: Duration = Duration::from_secs(10);
 
+/// Ends a client's connection, as its worker hears. By a Unix socket no client sends anything but descriptors once it has said who it is. One of them may be the client's
+/// own end of the connection, which then stays open for as long as nobody reads the message, though the client has ended.
+fn hang_up_on_one_that_sends_descriptors(client: &OwnedFd) {
+    say!("tombolo accel: a client sent descriptors that no server takes; its connection is closed");
+    // It fails where the client has hung up meanwhile.
+    let _closed = rustix::net::shutdown(client, Shutdown::Both);
+}
+
+/// The events that tell of the end of a client's socket, and of what no client sends.
+fn watched_events(client: &OwnedFd) -> libc::c_short {
+    // Requests come by sockets of other kinds, which carry no descriptors.
+    let says_nothing = rustix::net::sockopt::socket_domain(client) == Ok(AddressFamily::UNIX);
+    libc::POLLRDHUP | if says_nothing { libc::POLLIN } else { 0 }
+}
+
 /// Passes on to the log what a worker says, until it has ended; which it has to soon after the other end of its client's socket has gone.
 fn look_after(
     tenants: &Tenants,
     process: &Process,
     said: OwnedFd,
+    mut executions: Option<Executions>,
     mut client: Option<Brief>,
 ) -> std::io::Result<()> {
     // A worker of this user could open the pipe anew and take out the bytes that poll(2) reported; a read must not wait for them then.
@@ -234,6 +269,7 @@ fn look_after(
     let mut left = MOST_SAID;
     let mut said = Some(File::from(said));
     let mut gone: Option<Instant> = None;
+    let of_client = client.as_deref().map_or(0, watched_events);
     let mut bytes = [0; 4096];
     loop {
         // Poll leaves a negative descriptor out.
@@ -241,21 +277,29 @@ fn look_after(
         let watched = |fd, events| libc::pollfd { fd, events, revents: 0 };
         let mut fds = [
             watched(number(said.as_ref().map(|s| s as _)), libc::POLLIN),
-            watched(number(client.as_deref().map(|c| c as _)), libc::POLLRDHUP),
+            watched(number(client.as_deref().map(|c| c as _)), of_client),
             watched(process.pidfd.as_raw_fd(), libc::POLLIN),
+            watched(number(executions.as_ref().map(|e| e as _)), libc::POLLIN),
         ];
         let left_of_grace = gone.map(|since| GRACE.saturating_sub(since.elapsed()));
         let timeout = left_of_grace.map_or(-1, |left| left.as_millis() as i32 + 1);
         // SAFETY: the array lives during the call.
-        if unsafe { libc::poll(fds.as_mut_ptr(), 3, timeout) } < 0 {
+        if unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, timeout) } < 0 {
             let e = std::io::Error::last_os_error();
             if e.kind() == std::io::ErrorKind::Interrupted {
                 continue;
             }
             return Err(e);
         }
-        if fds[1].revents != 0 {
-            (client, gone) = (None, Some(Instant::now()));
+        if let Some(client) = client.take_if(|_| fds[1].revents != 0) {
+            if fds[1].revents & (libc::POLLRDHUP | libc::POLLHUP) == 0 {
+                hang_up_on_one_that_sends_descriptors(&client);
+            }
+            gone = Some(Instant::now());
+        }
+        if fds[3].revents != 0 {
+            // Where the worker asks no more, what it executes fails.
+            executions.take_if(|executions| executions.hear(process.pid).is_err());
         }
         // The last lines of the worker.
         if left_of_grace == Some(Duration::ZERO) {
@@ -336,7 +380,7 @@ pub fn start(
             [page.as_fd()].into_iter().chain(copies.iter().map(|c| c.as_fd())).collect();
         let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let begun = confinement.spawn(&words, &passed, &limits, within.as_deref());
-        let Begun { process, said, group, _scratch } = match begun {
+        let Begun { process, said, executions, group, _scratch } = match begun {
             Ok(begun) => begun,
             Err(e) => return drop(told.send(Err(e))),
         };
@@ -354,7 +398,7 @@ pub fn start(
         );
         // The caller waits for this.
         let _heard = told.send(Ok(()));
-        let looked = look_after(&tenants, &process, said, client);
+        let looked = look_after(&tenants, &process, said, executions, client);
         // It has its number, and its clock says what it has used, until it is waited for.
         tenants.remove(process.pid);
         if let Err(e) = looked.and_then(|()| process.wait()) {

@@ -185,7 +185,7 @@ fn lingering() -> (TcpStream, TcpStream) {
 }
 
 /// Sends a descriptor, its last one, with a byte.
-fn pass(to: &UnixStream, passed: TcpStream) {
+fn pass(to: &UnixStream, passed: impl AsFd) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [passed.as_fd()];
@@ -240,4 +240,26 @@ fn files_that_clients_pass_along_and_whose_end_takes_hours_hold_up_nobody() {
     let mut drain = std::process::Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
     rig::run(drain.args(["drain", "--control"]).arg(&server.control));
     wait_until("it is drained", || server.child.try_wait().expect("it runs").is_some());
+}
+
+#[test]
+fn a_client_that_leaves_its_own_end_of_the_connection_in_it_and_ends_keeps_neither_worker_nor_place() {
+    let (mut server, _) = server("cycle");
+    let hello = Hello { api: wire::API.into(), identity: wire::IDENTITY, name: "leaves".into() };
+    // As many as have places, which say who they are before they do so, or have been answered.
+    for is_answered in [false, true] {
+        let mut client = UnixStream::connect(&server.socket).expect("connected");
+        hello.send(&mut client).expect("sent");
+        if is_answered {
+            tombolo_calls::hello::welcomed(&mut client).expect("served");
+        }
+        // The message that lies in the connection is all that has it open then.
+        pass(&client, client.try_clone().expect("a copy"));
+    }
+    wait_until("they have no worker any more", || tenants(&server) == 0);
+    ping(server.connect());
+    let mut drain = std::process::Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+    rig::run(drain.args(["drain", "--control"]).arg(&server.control));
+    wait_until("it is drained", || server.child.try_wait().expect("it runs").is_some());
+    assert!(server.end().contains("a client sent descriptors"));
 }

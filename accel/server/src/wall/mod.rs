@@ -13,18 +13,20 @@
 //! 4. [`rules`] (Landlock): the same view once more, should a mount be wrong; no signal, no abstract socket and no port beyond the worker.
 //! 5. [`identity`]: a user id that no other process has, or where the server may not give one, the server's own inside a user namespace; no
 //!    capabilities, nor a way to get any.
-//! 6. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
+//! 6. [`exec`] (seccomp): no program takes the worker's place, which would outlive the server.
+//! 7. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
 //!
 //! Where the server has a cgroup to divide, each worker begins in one of its own ([`cgroup`]).
 //! Processes that a worker starts all the same are counted and stopped with it by its supervisor ([`census`]).
 //!
 //! A stage that fails ends the worker with a sentence that names what is missing. The supervisor tries all of them when it starts, so that
-//! a server that can't confine its workers says so at once. `--unconfined` leaves out stages 1 (but for descriptors and variables), 2 and 4,
+//! a server that can't confine its workers says so at once. `--unconfined` leaves out stages 1 (but for descriptors and variables), 2, 4 and 6,
 //! the own user id, and the limits that need one.
 
 pub mod calls;
 pub mod census;
 pub mod cgroup;
+pub mod exec;
 pub mod identity;
 pub mod limits;
 pub mod rules;

@@ -208,7 +208,8 @@ pub fn enter() -> anyhow::Result<Vec<libc::gid_t>> {
         parts.extend(part(&path, still.bits().into())?);
     }
     let plain = nosuid | MountAttrFlags::MOUNT_ATTR_NODEV;
-    // 0755, whatever the umask says.
+    // Also where the server's files are its user's alone (UMask=0077 of a service), a worker's user may look into the folders that are made here.
+    rustix::process::umask(Mode::from_raw_mode(0o022));
     let root = file_system("tmpfs", &[("size", "1048576"), ("nr_inodes", "4096"), ("mode", "0755")], plain)
         .context("tmpfs")?;
     // All processes have /proc, of which nothing is needed any more.

@@ -102,10 +102,11 @@ fn a_descriptor_that_a_client_passes_to_its_worker_is_not_taken_and_its_file_sta
         if *user == User::Nobody {
             std::os::unix::fs::chown(&file, Some(NOBODY), Some(NOBODY)).expect("given");
         }
-        let got = numbers(&done(server.escape(&["pass"]).arg(&file)));
+        // Its connection is closed, before the kernel has run or later.
+        let got = numbers(&server.escape(&["pass"]).arg(&file).output().expect("it starts"));
         let mode = std::fs::metadata(&file).expect("it is there").permissions().mode() & 0o7777;
         assert_eq!(mode, 0o644, "{user:?}: {got:?}");
-        assert!(got.len() == 2 && got.iter().all(|(_, result)| *result < 0), "{user:?}: {got:?}");
+        assert!(!got.is_empty() && got.iter().all(|(_, result)| *result < 0), "{user:?}: {got:?}");
         server.end();
     }
 }
@@ -272,6 +273,55 @@ fn workers_and_what_they_started_end_with_their_server_however_it_ends() {
         wait_until("what it started has ended", || !lives(started[0]));
         hostile.end();
     }
+}
+
+#[test]
+fn no_program_that_a_kernel_executes_takes_its_workers_place_and_with_it_outlives_the_server() {
+    for user in users() {
+        let server = Server::start(*user, "replace", &[]);
+        let got = numbers(&done(&mut server.escape(&["replace"])));
+        assert!(
+            got.len() == 2 && got.iter().all(|(_, result)| *result == -i64::from(libc::EPERM)),
+            "{user:?}: {got:?}"
+        );
+        server.end();
+    }
+}
+
+#[test]
+fn a_server_whose_files_are_its_users_alone_serves() {
+    for user in users() {
+        let server = Server::with(*user, "umask", &[], |command| {
+            let umask = || {
+                // SAFETY: an integer only.
+                unsafe { libc::umask(0o077) };
+                Ok(())
+            };
+            // SAFETY: between fork and exec only that system call is made.
+            unsafe { command.pre_exec(umask) };
+        });
+        done(&mut server.escape(&["come"]));
+        server.end();
+    }
+}
+
+#[test]
+fn a_client_is_told_that_its_server_can_start_nothing_for_it() {
+    // The kernel limits no tasks of root's.
+    let Some(user) = users().iter().find(|user| !is_root() || **user == User::Nobody) else { return };
+    let server = Server::start(*user, "tasks", &[]);
+    // As the server's user: a root without CAP_SYS_RESOURCE may not limit others' processes.
+    let mut prlimit = Command::new("prlimit");
+    if *user == User::Nobody {
+        prlimit.uid(NOBODY).gid(NOBODY);
+    }
+    done(prlimit.args(["--nproc=0:0", "--pid"]).arg(server.child.id().to_string()));
+    for _ in 0..3 {
+        let mut client = std::os::unix::net::UnixStream::connect(&server.socket).expect("it listens");
+        let why = tombolo_calls::hello::welcomed(&mut client).expect_err("it has no threads").to_string();
+        assert!(why.contains("could not start a worker"), "{why}");
+    }
+    assert!(server.end().contains("no thread could be started for a client"));
 }
 
 #[test]
