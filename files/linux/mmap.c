@@ -56,7 +56,7 @@ static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned l
 	struct tmb_inode *ti = tmb_i(inode);
 	unsigned long value = block ? block << 1 | (pages > 1) : TMB_HOLE << 1, i;
 	pgoff_t first;
-	void *old;
+	void *old, *now;
 
 	/* In an undamaged zone a block belongs to one place of one file. */
 	for (i = 0; block && i < pages; i++) {
@@ -77,7 +77,12 @@ static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned l
 	} else if (old && !block) {
 		return 0;
 	}
-	return xa_err(xa_store(&ti->runs, index, xa_mk_value(value), GFP_NOFS));
+	/* Another fault of this page has invalidate_lock shared, too, and may have found another block. */
+	old = first == index ? old : NULL;
+	now = xa_cmpxchg(&ti->runs, index, old, xa_mk_value(value), GFP_NOFS);
+	if (xa_is_err(now))
+		return xa_err(now);
+	return now == old || now == xa_mk_value(value) ? 0 : -EAGAIN;
 }
 
 /* Gives dax the blocks to map at pos. -EAGAIN: the file has changed, look again without the lock. */
