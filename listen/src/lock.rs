@@ -72,22 +72,28 @@ fn opened(path: &Path) -> io::Result<Option<File>> {
     };
     // In a folder such as /tmp the kernel lets nobody name O_CREAT where the file is another user's (fs.protected_regular), not even root.
     let there = open(&mut OpenOptions::new());
-    let file = match &there {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => open(OpenOptions::new().create_new(true)),
-        Err(e) if e.kind() == io::ErrorKind::PermissionDenied && give_mode(path)? => {
-            open(&mut OpenOptions::new())
+    let (file, of_others) = match &there {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            (open(OpenOptions::new().create_new(true)), io::ErrorKind::AlreadyExists)
         }
-        _ => there,
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied && give_mode(path)? => {
+            (open(&mut OpenOptions::new()), io::ErrorKind::NotFound)
+        }
+        _ => return there.map(Some),
     };
     match file {
-        Err(e) if [io::ErrorKind::NotFound, io::ErrorKind::AlreadyExists].contains(&e.kind()) => Ok(None),
+        Err(e) if e.kind() == of_others => Ok(None),
         file => file.map(Some),
     }
 }
 
-/// Gives a file of this process's user the mode that it lacks where a server with an odd umask has made it and was killed. Returns whether it lacked that.
+/// Gives a file of this process's user the mode that it lacks where a server with an odd umask has made it and was killed. Returns whether it lacked that, or
+/// is gone.
 fn give_mode(path: &Path) -> io::Result<bool> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+    let file = match OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
+        file => file?,
+    };
     let found = file.metadata()?;
     let lacks =
         found.is_file() && found.mode() & MODE != MODE && found.uid() == rustix::process::geteuid().as_raw();
@@ -121,6 +127,13 @@ mod tests {
         std::fs::write(&path, "").unwrap();
         drop(take().expect("free"));
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_lock_in_a_folder_that_is_not_there_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let why = LockFile::take(&folder.path().join("missing/lock")).unwrap_err();
+        assert_eq!(why.kind(), io::ErrorKind::NotFound);
     }
 
     #[test]
