@@ -10,10 +10,12 @@
 //! - [`Name`] is what its server has of it
 //! - [`is_served`] looks whether a process listens at a path
 //! - [`lock`] has the locks
+//! - [`peer`] tells who is at the other end of a connection
 
 #![deny(missing_docs)]
 
 pub mod lock;
+pub mod peer;
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::hash::{DefaultHasher, Hash, Hasher};
