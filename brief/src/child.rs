@@ -54,7 +54,7 @@ pub unsafe fn while_signals_come<T>(run: impl FnOnce() -> T) -> io::Result<T> {
     }
 }
 
-/// Closes the sockets that execve would close, but those by which this process's starter learns whether that succeeds (SOCK_SEQPACKET, as `Command` has them): no client has such a one.
+/// Closes the sockets that execve would close, but the one by which this process's starter learns whether that succeeds: of a pair (SOCK_SEQPACKET) that `Command` has made.
 fn close_sockets() -> io::Result<()> {
     // SAFETY: a string with its zero; room for as many bytes as are said; numbers.
     unsafe {
@@ -101,15 +101,25 @@ fn numbers(mut entries: &[u8], mut each: impl FnMut(RawFd)) {
 }
 
 fn is_left(fd: RawFd) -> bool {
-    let (mut kind, mut len): (libc::c_int, _) = (0, size_of::<libc::c_int>() as libc::socklen_t);
-    // SAFETY: numbers, and room for one.
-    unsafe {
-        let is_closed_anyway = libc::fcntl(fd, libc::F_GETFD) & libc::FD_CLOEXEC != 0;
-        let at = (&raw mut kind).cast();
-        is_closed_anyway
-            && libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_TYPE, at, &mut len) == 0
-            && kind != libc::SOCK_SEQPACKET
-    }
+    // SAFETY: numbers only.
+    let is_closed_anyway = unsafe { libc::fcntl(fd, libc::F_GETFD) } & libc::FD_CLOEXEC != 0;
+    let kind = option(fd, libc::SO_TYPE, 0);
+    is_closed_anyway && kind.is_some_and(|kind| kind != libc::SOCK_SEQPACKET || !is_of_starter(fd))
+}
+
+/// Returns whether this process's starter has made a pair of sockets. A client can pass such a one along, too, but not one that another process has made.
+fn is_of_starter(fd: RawFd) -> bool {
+    let made_by = option(fd, libc::SO_PEERCRED, libc::ucred { pid: 0, uid: 0, gid: 0 });
+    // SAFETY: takes nothing.
+    made_by.is_some_and(|by| by.pid == unsafe { libc::getppid() })
+}
+
+/// An option of a socket, a value of plain numbers.
+fn option<T: Copy>(fd: RawFd, name: libc::c_int, mut value: T) -> Option<T> {
+    let mut len = size_of::<T>() as libc::socklen_t;
+    // SAFETY: room for as many bytes as are said.
+    let got = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, name, (&raw mut value).cast(), &mut len) };
+    (got == 0).then_some(value)
 }
 
 #[cfg(test)]
@@ -118,7 +128,7 @@ mod tests {
     use crate::{Brief, endless};
     use std::io::{Read, Write};
     use std::net::TcpStream;
-    use std::os::fd::AsRawFd;
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
     use std::os::unix::net::UnixStream;
     use std::process::Stdio;
     use std::time::Duration;
@@ -131,9 +141,49 @@ mod tests {
         (ours, other)
     }
 
+    /// The same, where the client has made a socket of the kind by which programs are started, and passed it along.
+    fn of_a_client_who_starts_programs() -> (OwnedFd, TcpStream) {
+        let (passed, other) = endless::lingering().unwrap();
+        let (reads, writes) = UnixStream::pair().unwrap();
+        let number = reads.as_raw_fd();
+        // SAFETY: the child makes async-signal-safe calls only.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: numbers, room for two, and descriptors that nobody else owns in this process.
+            unsafe {
+                let mut pair = [0; 2];
+                libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0, pair.as_mut_ptr());
+                let _passed = endless::pass(&UnixStream::from_raw_fd(pair[1]), b"T", passed);
+                libc::dup2(pair[0], number);
+                libc::write(writes.as_raw_fd(), [0_u8].as_ptr().cast(), 1);
+                libc::pause();
+                libc::_exit(0);
+            }
+        }
+        drop(passed);
+        (&reads).read_exact(&mut [0]).unwrap();
+        // SAFETY: numbers only; the results are checked.
+        let ours = unsafe {
+            let process = libc::syscall(libc::SYS_pidfd_open, child, 0) as RawFd;
+            let ours = libc::syscall(libc::SYS_pidfd_getfd, process, number, 0) as RawFd;
+            assert!(ours >= 0, "{}", io::Error::last_os_error());
+            libc::close(process);
+            libc::kill(child, libc::SIGKILL);
+            libc::waitpid(child, std::ptr::null_mut(), 0);
+            OwnedFd::from_raw_fd(ours)
+        };
+        (ours, other)
+    }
+
     #[test]
     fn a_program_begins_though_a_client_goes_while_it_is_started_who_has_passed_an_endless_file_along() {
         let (ours, other) = of_a_client();
+        begins_though_it_goes(ours.into(), other);
+        let (ours, other) = of_a_client_who_starts_programs();
+        begins_though_it_goes(ours, other);
+    }
+
+    fn begins_though_it_goes(ours: OwnedFd, other: TcpStream) {
         let ours = Brief::from(ours);
         let (here, there) = UnixStream::pair().unwrap();
         let go = there.as_raw_fd();

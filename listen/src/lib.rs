@@ -10,10 +10,12 @@
 //! - [`Name`] is what its server has of it
 //! - [`is_served`] looks whether a process listens at a path
 //! - [`lock`] has the locks
+//! - [`peer`] tells who is at the other end of a connection
 
 #![deny(missing_docs)]
 
 pub mod lock;
+pub mod peer;
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -157,9 +159,7 @@ impl Begun {
     /// # Errors
     /// The file system has none.
     pub fn set_mode(&self, mode: u32) -> Result<(), Error> {
-        // fchmod refuses a descriptor of this kind.
-        let itself = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        std::fs::set_permissions(itself, Permissions::from_mode(mode)).map_err(|e| Error::io(&self.path, e))
+        set_mode(&self.file, mode).map_err(|e| Error::io(&self.path, e))
     }
 
     /// Listens, and takes the name.
@@ -187,6 +187,11 @@ impl Drop for Begun {
     }
 }
 
+/// Sets the mode of a file that was opened by O_PATH, which fchmod refuses.
+fn set_mode(file: &File, mode: u32) -> io::Result<()> {
+    std::fs::set_permissions(format!("/proc/self/fd/{}", file.as_raw_fd()), Permissions::from_mode(mode))
+}
+
 fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut beside = path.as_os_str().to_owned();
     beside.push(ending);
@@ -204,13 +209,13 @@ fn has_room(path: &Path) -> bool {
 
 /// Where the socket is that is to get a name: beside it, for which an address may have no room.
 fn fresh(path: &Path) -> PathBuf {
-    let beside = beside(path, ".new");
+    let beside = beside(path, ".tombolo-new");
     if has_room(&beside) {
         return beside;
     }
     let mut hasher = DefaultHasher::new();
     path.file_name().hash(&mut hasher);
-    path.with_file_name(format!("{:016x}.new", hasher.finish()))
+    path.with_file_name(format!("{:016x}.tombolo-new", hasher.finish()))
 }
 
 /// Gives a socket this path, whose file name is short: an address has room for that in each folder.

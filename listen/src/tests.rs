@@ -81,7 +81,7 @@ fn who_gives_up_a_name_that_another_server_has_changes_nothing() {
 fn files_that_are_no_sockets_stay_whatever_their_names() {
     let folder = folder();
     let path = folder.path().join("Cargo");
-    for (name, is_in_the_way) in [("Cargo.lock", false), ("Cargo.new", true)] {
+    for (name, is_in_the_way) in [("Cargo.lock", false), ("Cargo.tombolo-new", true)] {
         let file = folder.path().join(name);
         std::fs::write(&file, "words").unwrap();
         assert_eq!(listen(&path, None).is_err(), is_in_the_way);
@@ -108,7 +108,7 @@ fn a_socket_has_its_mode_before_its_name_and_none_is_left_of_one_that_gets_no_na
     let begun = begin(&path).unwrap();
     begun.set_mode(0o640).unwrap();
     assert!(!path.exists());
-    assert!(UnixStream::connect(beside(&path, ".new")).is_err(), "it does not listen yet");
+    assert!(UnixStream::connect(fresh(&path)).is_err(), "it does not listen yet");
     let _served = begun.finish().unwrap();
     assert_eq!(mode(&path), 0o640);
     drop(begin(&folder.path().join("other")).unwrap());
@@ -177,4 +177,13 @@ fn each_path_that_an_address_has_room_for_can_be_a_name() {
             1
         );
     }
+}
+
+#[test]
+fn servers_whose_names_differ_by_an_ending_leave_each_other_alone() {
+    let folder = folder();
+    let (path, longer) = (folder.path().join("accel"), folder.path().join("accel.new"));
+    let _other = taken(&longer).expect("free");
+    let _own = taken(&path).expect("free");
+    assert!(UnixStream::connect(&longer).is_ok());
 }

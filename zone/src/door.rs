@@ -128,10 +128,9 @@ impl Found {
             other => other?,
         }
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
-        let peer = sockopt::socket_peercred(&socket)?;
-        let own = rustix::process::geteuid();
-        if u32::try_from(peer.pid.as_raw_pid()) != Ok(self.process) || peer.uid != own && !peer.uid.is_root()
-        {
+        let peer = tombolo_listen::peer::of(&socket)?;
+        let own = rustix::process::geteuid().as_raw();
+        if peer.process != Some(self.process) || ![own, 0].contains(&peer.user) {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "another process's socket"));
         }
         Ok(socket.into())

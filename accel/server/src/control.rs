@@ -7,7 +7,7 @@
 use crate::listen;
 use crate::supervisor::Server;
 use anyhow::Context;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::de::DeserializeOwned;
 use std::fs::DirEntry;
 use std::io::{BufRead, BufReader, Write};
@@ -185,5 +185,5 @@ fn process(socket: &Path) -> Option<u32> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let peer = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).ok()?;
     rustix::net::connect(&peer, &SocketAddrUnix::new(socket).ok()?).ok()?;
-    u32::try_from(sockopt::socket_peercred(&peer).ok()?.pid.as_raw_pid()).ok()
+    tombolo_listen::peer::of(&peer).ok()?.process
 }

@@ -83,8 +83,8 @@ impl Listener {
             Listener::Unix(listener, _) => {
                 let (socket, _) = listener.accept()?;
                 let socket = Brief::from(OwnedFd::from(socket));
-                let uid = sockopt::socket_peercred(&socket)?.uid.as_raw();
-                Ok((socket, Peer::User(uid)))
+                let user = tombolo_listen::peer::of(&*socket)?.user;
+                Ok((socket, Peer::User(user)))
             }
             Listener::Tcp(listener) => {
                 let (socket, address) = listener.accept()?;

@@ -144,7 +144,7 @@ impl Confinement {
         if !process.wait()? {
             return Err(anyhow!("{}", words.trim()));
         }
-        if executions.as_mut().is_some_and(|executions| executions.hear(process.pid).is_err()) {
+        if executions.as_mut().is_some_and(|executions| executions.hear(libc::POLLIN, process.pid).is_err()) {
             say!(
                 "tombolo accel: the system calls of this server are judged by another program, as some container managers do, so it can't judge what its workers \
                  execute: a client's kernel can outlive this server if that is killed. Remedy: start it outside of that container, or with a control group"
@@ -299,7 +299,8 @@ fn look_after(
         }
         if fds[3].revents != 0 {
             // Where the worker asks no more, what it executes fails.
-            executions.take_if(|executions| executions.hear(process.pid).is_err());
+            let events = fds[3].revents;
+            executions.take_if(|executions| executions.hear(events, process.pid).is_err());
         }
         // The last lines of the worker.
         if left_of_grace == Some(Duration::ZERO) {

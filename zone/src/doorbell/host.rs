@@ -8,7 +8,6 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-use rustix::net::sockopt::socket_peercred;
 use tombolo_brief::Brief;
 use uuid::Uuid;
 
@@ -40,8 +39,8 @@ pub(super) fn listen(zone: Uuid) -> Result<Door> {
 /// Accepts a process of this user or of root.
 pub(super) fn accept(listener: &UnixListener) -> io::Result<Brief<UnixStream>> {
     let stream = Brief::from(listener.accept()?.0);
-    let peer = socket_peercred(&stream)?.uid;
-    if peer != rustix::process::geteuid() && !peer.is_root() {
+    let user = tombolo_listen::peer::of(&*stream)?.user;
+    if ![rustix::process::geteuid().as_raw(), 0].contains(&user) {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a process of another user"));
     }
     stream.set_nonblocking(true)?;

@@ -30,9 +30,9 @@ impl Process {
     /// Returns the process at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace), or it has
     /// ended.
     pub fn of(stream: &UnixStream) -> Option<Process> {
-        let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
+        let number = tombolo_listen::peer::of(stream).ok()?.process?;
+        let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
         let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        let number = pid.as_raw_pid().unsigned_abs();
         let started = started(number)?;
         // While the connection stands, the process that made it has not ended, so the pidfd is that process's.
         let hung_up = ready(stream.as_fd(), PollFlags::RDHUP, 0)?;

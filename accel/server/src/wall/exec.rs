@@ -78,11 +78,15 @@ impl Executions {
         Ok((Executions { fd: own.into(), are_heard: false }, workers.into()))
     }
 
-    /// Takes what has come, when the descriptor is readable: first the descriptor of the questions, then a question.
+    /// Takes what has come, when poll(2) tells of these events: first the descriptor of the questions, then a question.
     ///
     /// # Errors
-    /// The worker has ended, or asks nothing.
-    pub fn hear(&mut self, worker: u32) -> io::Result<()> {
+    /// No process is left that could ask, or the worker asks nothing.
+    pub fn hear(&mut self, events: libc::c_short, worker: u32) -> io::Result<()> {
+        if events & libc::POLLIN == 0 {
+            // The end comes before the kernel has taken the worker's memory apart, and stays; older kernels (before Linux 6.11) would wait here for a question.
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         if self.are_heard {
             return self.answer(worker);
         }
@@ -148,5 +152,34 @@ impl AsFd for Executions {
 impl AsRawFd for Executions {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, poll};
+    use rustix::fs::Timespec;
+
+    /// The events of what a worker asks by, of which there is one within ten seconds.
+    fn events(of: &Executions) -> libc::c_short {
+        let mut fds = [PollFd::new(of, PollFlags::IN)];
+        let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+        assert_eq!(poll(&mut fds, Some(&limit)).unwrap(), 1);
+        fds[0].revents().bits() as libc::c_short
+    }
+
+    #[test]
+    fn the_end_of_the_last_process_that_could_ask_is_told_once() {
+        let (mut executions, workers) = Executions::new().unwrap();
+        // A thread's filter ends with it.
+        let asker = std::thread::spawn(move || {
+            // SAFETY: integers only.
+            unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+            ask(workers).unwrap();
+        });
+        executions.hear(events(&executions), std::process::id()).expect("the descriptor of the questions");
+        asker.join().unwrap();
+        assert!(executions.hear(events(&executions), std::process::id()).is_err());
     }
 }

@@ -106,8 +106,8 @@ pub fn receive(listener: &UnixListener, serve: &Arc<dyn Fn(Connection) + Send + 
 
 /// The kernel lets no other user near the door; this is a second look.
 fn is_own(socket: &UnixStream) -> bool {
-    let own = rustix::process::geteuid();
-    rustix::net::sockopt::socket_peercred(socket).is_ok_and(|peer| peer.uid == own || peer.uid.is_root())
+    let own = rustix::process::geteuid().as_raw();
+    tombolo_listen::peer::of(socket).is_ok_and(|peer| [own, 0].contains(&peer.user))
 }
 
 /// Returns whether an accept failed for want of descriptors or memory: the caller still waits then.

@@ -106,8 +106,9 @@ impl Supervisor {
         let next = match program {
             Some(path) => Program::open(path)?,
             None => {
-                let client = rustix::net::sockopt::socket_peercred(&socket)?.pid;
-                Program::open(Path::new(&format!("/proc/{}/exe", client.as_raw_pid())))?
+                let client = tombolo_listen::peer::of(&socket)?.process;
+                let client = client.context("this command runs where its project doesn't see it (another container); name a program: --program PATH")?;
+                Program::open(Path::new(&format!("/proc/{client}/exe")))?
             }
         };
         let own = Program::own()?;
