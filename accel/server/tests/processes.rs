@@ -354,6 +354,21 @@ fn a_server_that_drains_keeps_its_clients_and_its_successor_listens_at_once() {
 }
 
 #[test]
+fn a_server_in_a_container_serves_clients_outside_of_it() {
+    let mut container = Command::new("unshare");
+    if !rustix::process::geteuid().is_root() {
+        container.args(["--user", "--map-current-user"]);
+    }
+    container.args(["--pid", "--fork", "--kill-child", "--mount-proc", env!("CARGO_BIN_EXE_tombolo-accel")]);
+    container.env_remove("OCL_ICD_VENDORS");
+    let server = Server::run(container, "container", &[]);
+    let client = server.client();
+    ping(&client);
+    drop(client);
+    server.end();
+}
+
+#[test]
 fn prometheus_gets_the_figures_of_each_client() {
     let address =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
