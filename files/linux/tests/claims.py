@@ -118,6 +118,11 @@ def a_truncation_that_waits_for_a_page_in_a_pipe_holds_up_no_directory(a):
     a.ok("grep -x shown /tmp/kept; rm -r /mnt/d")
 
 
+@claim(1)
+def a_removal_that_waits_for_a_page_in_a_pipe_keeps_to_what_the_file_forbids_by_then(a):
+    a.ok("claims overtaken /mnt/f")
+
+
 def inode_table(m):
     """Where the inodes that mkfs makes room for begin in the zone mapped as m (tfs_format.h)."""
     areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
