@@ -138,6 +138,7 @@ end:
 
 int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
 {
+	tmb_u8 type;
 	int err;
 
 	while ((err = create_once(fs, dir, name, len, c, made)) == -EAGAIN) {
@@ -147,6 +148,9 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 
 		if (err)
 			break;
 	}
+	/* The inode is made before the directory is looked at. A name that is there needs no room, and may be what has taken the last. */
+	if (name && (err == -ENOSPC || err == -EDQUOT) && !tfs_lookup(fs, dir, name, len, made, &type))
+		err = -EEXIST;
 	return err;
 }
 

@@ -276,18 +276,43 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 
 /* --- size and space ------------------------------------------------------------------------------------------ */
 
+/* Locks the inode across members, and refuses what the file's flags forbid. A file that is given loses its privileges, as by a write. */
+static int lock_for_removal(struct inode *inode, struct file *file, struct tfs_write *w)
+{
+	struct tfs *fs = tmb_fs(inode);
+	struct tfs_attr attr;
+	int err;
+
+	if (file) {
+		err = lock_for_write(file, w, &attr);
+		if (err)
+			return err;
+	} else {
+		err = tfs_write_begin(fs, tmb_h(inode), w);
+		if (err)
+			return err;
+		err = tfs_getattr(fs, tmb_h(inode), &attr);
+	}
+	if (!err && attr.flags & (TFS_FL_IMMUTABLE | TFS_FL_APPEND))
+		err = -EPERM;
+	if (err)
+		abandon_write(fs, w);
+	return err;
+}
+
 /*
  * Locks the inode across members, unmaps it here and keeps page faults out (invalidate_lock). Faults and the worker wait for that lock without end, so it
- * is not held while this waits for another member, or for pages in a pipe or under direct I/O. The caller's i_rwsem is released while it waits for pages.
+ * is not held while this waits for another member, or for pages in a pipe or under direct I/O. The caller's i_rwsem is released while it waits for pages,
+ * so what the caller has checked is checked again.
  */
-static int begin_removal(struct inode *inode, struct tfs_write *w)
+static int begin_removal(struct inode *inode, struct file *file, struct tfs_write *w)
 {
 	unsigned long until = jiffies + msecs_to_jiffies(TMB_PINNED_MS), pause = 1;
 	struct tfs *fs = tmb_fs(inode);
 	int err;
 
 	for (;;) {
-		err = tfs_write_begin(fs, tmb_h(inode), w);
+		err = lock_for_removal(inode, file, w);
 		if (err)
 			return err;
 		filemap_invalidate_lock(inode->i_mapping);
@@ -317,7 +342,7 @@ static void end_removal(struct inode *inode)
 int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 {
 	struct tfs_write w;
-	int err = begin_removal(inode, &w);
+	int err = begin_removal(inode, NULL, &w);
 
 	if (err)
 		return err;
@@ -331,10 +356,11 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 	return err;
 }
 
-static int punch(struct inode *inode, loff_t offset, loff_t length)
+static int punch(struct file *file, loff_t offset, loff_t length)
 {
+	struct inode *inode = file_inode(file);
 	struct tfs_write w;
-	int err = begin_removal(inode, &w);
+	int err = begin_removal(inode, file, &w);
 
 	if (err)
 		return err;
@@ -367,7 +393,7 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 	if (err)
 		goto out;
 	if (mode & FALLOC_FL_PUNCH_HOLE) {
-		err = punch(inode, offset, length);
+		err = punch(file, offset, length);
 	} else {
 		err = tfs_fallocate(tmb_fs(inode), tmb_h(inode), how, offset, length, tfs_os_now());
 		tmb_holes_filled(inode, offset, length);

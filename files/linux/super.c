@@ -357,11 +357,12 @@ static void tmb_kill_sb(struct super_block *sb)
 		tmb_mappings_stop(s);
 		tmb_changes_stop(s);
 	}
+	/* A mount that failed has no root, so tmb_put_super() is not called. This is as early. */
+	if (s && !sb->s_root)
+		leave_zone(sb);
 	kill_anon_super(sb);
-	if (!s)
-		return;
-	leave_zone(sb); /* a mount that failed had no root, so tmb_put_super() was not called */
-	free_sb(s);
+	if (s)
+		free_sb(s);
 }
 
 enum { OPT_MEMBER, OPT_ZONE };

@@ -803,6 +803,30 @@ fn what_a_member_makes_counts_for_its_account_whoever_fills_and_removes_it() {
     assert_clean(&area);
 }
 
+/// A program that creates a file or else opens it would otherwise be told that there is no room, since another one was faster.
+#[test]
+fn a_name_that_exists_does_so_without_room_and_at_a_limit() {
+    let makes = |fs: &Filesystem, kind: u32| {
+        fs.create(ROOT, Some(b"there"), &Create::mode(kind | 0o755)).expect_err("exists")
+    };
+    let (host, tenant, _area) = with_grant(100, 1);
+    let there = file(&tenant, "there");
+    assert_eq!(tenant.create(ROOT, Some(b"new"), &Create::mode(REG)), Err(Errno::DQUOT));
+    for kind in [libc::S_IFREG, libc::S_IFDIR, libc::S_IFIFO] {
+        assert_eq!(makes(&tenant, kind), Errno::EXIST, "{kind:o}");
+    }
+    let target = vec![b't'; 3000];
+    let link = Create { target: Some(&target), ..Create::mode(libc::S_IFLNK | 0o777) };
+    assert_eq!(tenant.create(ROOT, Some(b"there"), &link), Err(Errno::EXIST));
+    assert_eq!(tenant.link(ROOT, b"there", there), Err(Errno::EXIST));
+
+    let others = (0..1_000_000)
+        .find(|n| host.create(ROOT, Some(format!("{n}").as_bytes()), &Create::mode(REG)).is_err());
+    assert!(others.is_some(), "a zone takes no end of files");
+    assert_eq!(makes(&host, libc::S_IFREG), Errno::EXIST);
+    assert_eq!(host.create(ROOT, Some(b"new"), &link), Err(Errno::NOSPC));
+}
+
 #[test]
 fn attributes_indexes_and_tables_of_locks_count_for_an_account_as_data_does() {
     let (host, tenant, area) = with_grant(100, 2000);

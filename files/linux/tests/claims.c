@@ -924,6 +924,61 @@ static int kept_at(char **a)
 	return 0;
 }
 
+/* Returns when the process sleeps in this system call. */
+static void comes_to_sleep_in(pid_t pid, long call)
+{
+	char path[64], now[256];
+	long in = -1;
+
+	snprintf(path, sizeof(path), "/proc/%d/syscall", pid);
+	for (int i = 0; in != call; i++) {
+		FILE *f = fopen(path, "r");
+
+		CHECK(f && i < 600000);
+		if (!fgets(now, sizeof(now), f) || sscanf(now, "%ld", &in) != 1)
+			in = -1;
+		fclose(f);
+		usleep(1000);
+	}
+}
+
+/* overtaken FILE: a removal by an ordinary user that waits for a page in a pipe does what the flags and the mode allow that FILE has got meanwhile */
+static int overtaken(char **a)
+{
+	static const unsigned int given[3] = {FS_IMMUTABLE_FL, FS_APPEND_FL, 0};
+
+	for (int i = 0; i < 6; i++) {
+		bool punches = i & 1, forbidden = given[i / 2];
+		unsigned int flags = given[i / 2];
+		int pipes[2], status, fd = open(a[0], O_RDWR | O_CREAT | O_TRUNC, 0777);
+		struct stat st;
+		pid_t pid;
+
+		memset(buf, 'a', 8192);
+		CHECK(fd >= 0 && !fchmod(fd, 0777) && write(fd, buf, 8192) == 8192 && !pipe(pipes));
+		char *m = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+		struct iovec io = {m, 4096};
+
+		CHECK(m != MAP_FAILED && *(volatile char *)m == 'a' && vmsplice(pipes[1], &io, 1, 0) == 4096);
+		pid = fork();
+		if (!pid) {
+			CHECK(!setgid(1000) && !setuid(1000));
+			status = punches ? fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 8192) : ftruncate(fd, 0);
+			_exit(status ? errno : 0);
+		}
+		comes_to_sleep_in(pid, punches ? SYS_fallocate : SYS_ftruncate);
+		CHECK(!(forbidden ? ioctl(fd, FS_IOC_SETFLAGS, &flags) : fchmod(fd, 04777)));
+		CHECK(read(pipes[0], buf, 4096) == 4096 && buf[0] == 'a');
+		CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == (forbidden ? EPERM : 0));
+		CHECK(!fstat(fd, &st) && st.st_size == (forbidden || punches ? 8192 : 0) && (st.st_mode & 07777) == 0777);
+		if (forbidden || punches)
+			CHECK(pread(fd, buf, 8192, 0) == 8192 && buf[0] == (forbidden ? 'a' : 0) && buf[8191] == buf[0]);
+		flags = 0;
+		CHECK(!ioctl(fd, FS_IOC_SETFLAGS, &flags) && !munmap(m, 8192) && !close(fd) && !close(pipes[0]) && !close(pipes[1]) && !unlink(a[0]));
+	}
+	return 0;
+}
+
 /* anew FILE PAGE LETTER: the page gets another block, full of LETTER */
 static int anew(char **a)
 {
@@ -1583,7 +1638,7 @@ static const struct {
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
 	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2},
 	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"kept", kept, 2}, {"shows", shows, 2},
-	{"kept_at", kept_at, 3}, {"anew", anew, 3}, {"shows_at", shows_at, 3},
+	{"kept_at", kept_at, 3}, {"anew", anew, 3}, {"overtaken", overtaken, 1}, {"shows_at", shows_at, 3},
 	{"touched", touched, 2}, {"cut_short", cut_short, 1}, {"shown", shown, 2}, {"seen", seen, 2}, {"holes", holes, 1}, {"filled", filled, 3},
 	{"fill", fill_pages, 2}, {"move", move, 2}, {"locks", locks, 1}, {"tally", tally, 3},
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},

@@ -118,6 +118,11 @@ def a_truncation_that_waits_for_a_page_in_a_pipe_holds_up_no_directory(a):
     a.ok("grep -x shown /tmp/kept; rm -r /mnt/d")
 
 
+@claim(1)
+def a_removal_that_waits_for_a_page_in_a_pipe_keeps_to_what_the_file_forbids_by_then(a):
+    a.ok("claims overtaken /mnt/f")
+
+
 def inode_table(m):
     """Where the inodes that mkfs makes room for begin in the zone mapped as m (tfs_format.h)."""
     areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
@@ -327,6 +332,14 @@ def a_mount_begins_while_an_earlier_one_of_the_same_zone_ends(a):
     # The last user of a mount that has no place any more ends it; meanwhile the zone is mounted again.
     a.ok("i=0; while test $i -lt 200; do (sleep 0.0$((i % 5)) < /mnt) & umount -l /mnt || exit 1; sleep 0.0$((i % 4)); mount -t tombolo test /mnt || exit 1; "
          "i=$((i+1)); done; wait")
+
+
+@claim(1)
+def a_mount_begins_while_another_one_of_the_same_zone_fails(a):
+    a.ok("umount /mnt; mkdir /tmp/other")
+    a.ok("i=0; while test $i -lt 100; do (for j in 1 2 3 4 5; do mount -t tombolo -o member=60 test /tmp/other 2>/dev/null; done; true) & "
+         "usleep $((i % 50 * 700)); mount -t tombolo -o member=0 test /mnt || exit 1; wait; umount /mnt; i=$((i+1)); done")
+    a.ok("mount -t tombolo test /mnt")
 
 
 @claim(1)
