@@ -49,6 +49,7 @@ fn a_program_that_holds_a_lock_across_fork_opens_sessions_while_it_has_that_lock
         for _ in 0..500 {
             // SAFETY: the child ends at once.
             match unsafe { libc::fork() } {
+                // SAFETY: a plain call.
                 0 => unsafe { libc::_exit(0) },
                 // SAFETY: a child of this process.
                 child => assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child),
