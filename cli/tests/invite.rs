@@ -211,6 +211,38 @@ fn a_server_that_dies_makes_no_vm_dead() {
     place.until("the VM is not noticed by the new server", || place.member("a").is_some_and(|m| m.alive));
 }
 
+/// No process of the host holds such a VM's slot, and what it has of the zone in memory it stores at any moment.
+#[test]
+fn the_files_of_a_vm_whose_server_died_are_neither_repaired_nor_replaced_nor_its_slot_given_away() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    place.good(&["files", "snapshot", "own.zone", "image"]);
+    let socket = place.invite("a", &[]);
+    let vm = Vm::start(&socket);
+    place.until("the VM is not noticed", || place.member("a").is_some_and(|m| m.alive));
+    // The guest's kernel does this when it mounts.
+    Zone::open(place.zone(), true).unwrap().activate(place.member("a").unwrap().id).unwrap();
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    for args in [
+        &["fsck", "-y", "own.zone"][..],
+        &["mkfs", "--force", "own.zone"],
+        &["restore", "--force", "image", "own.zone"],
+        &["mount", "--member", "a", "own.zone", "."],
+    ] {
+        let said = place.bad(&[&["files"], args].concat());
+        assert!(
+            said.contains("in the zone already")
+                || said.contains(": a could")
+                || said.contains("in use by a"),
+            "{said}"
+        );
+    }
+    assert!(place.member("a").is_some_and(|m| m.state == MemberState::Active));
+    drop(vm);
+    place.good(&["files", "fsck", "-y", "own.zone"]);
+}
+
 #[test]
 fn a_second_process_does_not_become_the_vm_and_does_not_end_it() {
     let place = Place::new();

@@ -4,9 +4,9 @@
 //! The owner of a zone and each of its members hold a write lock (OFD, `fcntl(2)`) on one byte of the backing file: the owner on byte 0,
 //! member `i` on byte 1 + `i`. Such a lock belongs to an open file description, and the kernel drops it with the last copy of the description,
 //! however the process dies. A child process (QEMU for example) that inherits the description keeps the lock for as long as it lives.
-//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area; byte 322 serializes grants. The owner
-//! also holds byte 323, and a byte after it for each slot that it keeps for a member. A process that repairs what lies in the zone holds byte 388. The locks
-//! touch no data and need no cooperation from guests.
+//! Byte 65 serializes changes of the member table; the 256 bytes after it belong to sessions of the SYNC area; byte 322 serializes grants, and the making,
+//! restoring and repairing of file systems. The owner also holds byte 323, and a byte after it for each slot that it keeps for a member. A process that repairs
+//! what lies in the zone holds byte 388. The locks touch no data and need no cooperation from guests.
 
 use std::fs::File;
 use std::io;
@@ -23,7 +23,7 @@ pub(crate) const TABLE_BYTE: u32 = TMB_MAX_MEMBERS + 1;
 const SESSION_BYTES: u32 = TABLE_BYTE + 1;
 const SESSIONS: u32 = 256;
 
-/// Serializes changes of who is granted what ([`crate::Zone::hold_grants`]).
+/// Serializes changes of who is granted what, and of whole file systems ([`crate::Zone::hold_grants`]).
 pub(crate) const GRANTS_BYTE: u32 = SESSION_BYTES + SESSIONS;
 
 /// Held by an owner that holds the bytes of [`promise_byte`]; one of an earlier release doesn't.

@@ -146,7 +146,7 @@ pub struct Member {
     pub heartbeat_ns: u64,
     /// Epochs up to this one are recovered.
     pub recovered_epoch: u64,
-    /// A process holds the member's liveness (see [`crate::liveness`]).
+    /// A process holds the member's liveness (see [`crate::liveness`]), or it is a VM that lives though its server has died.
     pub alive: bool,
 }
 

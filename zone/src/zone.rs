@@ -219,16 +219,16 @@ impl Zone {
             .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
         // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
-        let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
-        if !alive.is_empty() {
-            return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
-        }
         // No process holds the liveness of VMs that outlived their server.
         let outlived = Room::of(zone.uuid())?.vms()?;
         if !outlived.is_empty() {
             let names: Vec<String> =
                 outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
             return Err(in_use(format!("VMs that outlived their server: {}", names.join(", "))));
+        }
+        let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
+        if !alive.is_empty() {
+            return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
         }
         if liveness::sessions_held(zone.file.as_fd())? {
             return Err(in_use("processes that have its semaphores open".to_owned()));
@@ -361,7 +361,22 @@ impl Zone {
     /// A copy of one slot. The owner's has the name, the role and the rights that a living member came with.
     pub fn member(&self, id: MemberId) -> Result<Member> {
         let alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
-        self.copy(id, alive)
+        let mut member = self.copy(id, alive)?;
+        member.alive = member.alive || self.outlived()?.contains(&member.name);
+        Ok(member)
+    }
+
+    /// The VMs that live though their server has died: no process holds their slots.
+    fn outlived(&self) -> Result<Vec<String>> {
+        if self.is_owner() {
+            return Ok(Vec::new());
+        }
+        match Room::of(self.uuid()).and_then(|room| room.vms()) {
+            Ok(vms) => Ok(vms.into_iter().map(|(name, _)| name).collect()),
+            // Who only reads does nothing to a member, and may be a user whose environment names another's folder (su).
+            Err(_) if !self.mem.writable() => Ok(Vec::new()),
+            Err(e) => Err(e),
+        }
     }
 
     fn copy(&self, id: MemberId, alive: bool) -> Result<Member> {
@@ -375,7 +390,11 @@ impl Zone {
 
     fn slots(&self) -> Result<Vec<Member>> {
         let alive = liveness::members_held(self.file.as_fd())?;
-        MemberId::all().map(|id| self.copy(id, alive >> id.index() & 1 != 0)).collect()
+        let copy = |id: MemberId| self.copy(id, alive >> id.index() & 1 != 0);
+        let mut slots = MemberId::all().map(copy).collect::<Result<Vec<Member>>>()?;
+        let outlived = self.outlived()?;
+        slots.iter_mut().for_each(|slot| slot.alive = slot.alive || outlived.contains(&slot.name));
+        Ok(slots)
     }
 
     /// Keeps a slot for a member of this name. A name that had a slot before gets it again (a VM that reboots), with its epoch, so that locks
@@ -566,10 +585,15 @@ impl Zone {
         Ok(self.mem.cas_u64(at, active, then)?.is_ok())
     }
 
-    /// Waits until no other process of the host changes what members are granted (accounts of a file system, say), and holds these off until the
-    /// value returned is dropped.
+    /// Waits until no other process of the host changes what members are granted (accounts of a file system, say) or replaces that file system, and holds
+    /// these off until the value returned is dropped.
     pub fn hold_grants(&self) -> Result<GrantsHeld> {
         liveness::hold_waiting(self.file.as_fd(), GRANTS_BYTE).map(|own| GrantsHeld { _own: own })
+    }
+
+    /// As [`Self::hold_grants`]; `None`: another process holds them at this moment.
+    pub fn try_hold_grants(&self) -> Result<Option<GrantsHeld>> {
+        Ok(Own::try_hold(self.file.as_fd(), GRANTS_BYTE)?.map(|own| GrantsHeld { _own: own }))
     }
 
     /// Refuses every member that comes, until the value returned is dropped: for a repair of what lies in the zone. The caller looks afterwards who is

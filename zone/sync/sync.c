@@ -58,18 +58,18 @@ struct tmb_sync {
 /* --- fork ------------------------------------------------------------------------------------------------------- */
 
 /*
- * A session belongs to the process that opened it, and ends with that: its locks then go to their next owners. A child of fork(2) gets copies of the
- * descriptor and of the mapping, and either keeps the session alive, so it gives both up at once. Its copies of the sessions refuse everything but
- * tmb_sync_close().
+ * A session belongs to the process that opened it, and ends with that: its locks then go to their next owners. A copy of the descriptor or of the mapping
+ * would keep the session alive, so a child of fork(2) gets none of the mapping and closes the descriptor at once. Its copies of the sessions refuse
+ * everything but tmb_sync_close().
  */
 static tmb_sync *sessions;
-static pthread_mutex_t sessions_lock = PTHREAD_MUTEX_INITIALIZER; /* held across fork, and while a session is opened */
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+/* Held across fork, and while a session is opened. Who holds it allocates nothing: an allocator may have fork handlers, too. */
+static pthread_mutex_t sessions_lock = PTHREAD_MUTEX_INITIALIZER;
 static int fork_error;
 
 static bool is_inherited(const tmb_sync *s)
 {
-	return s->fd < 0;
+	return __atomic_load_n(&s->fd, __ATOMIC_RELAXED) < 0;
 }
 
 static void before_fork(void)
@@ -87,8 +87,9 @@ static void after_fork_in_child(void)
 	for (tmb_sync *s = sessions; s; s = s->next) {
 		if (is_inherited(s))
 			continue;
-		/* Empty memory in its place: no address that the program may still use becomes another mapping's. */
-		mmap(s->map, s->map_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+		/* Empty memory in its place, if this process may have that: no address that a call still uses becomes another mapping's. */
+		if (mmap(s->map, s->map_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE | MAP_NORESERVE, -1, 0) != s->map)
+			s->map = MAP_FAILED;
 		close(s->fd);
 		s->fd = -1;
 		s->n_objects = 0;
@@ -96,7 +97,11 @@ static void after_fork_in_child(void)
 	after_fork();
 }
 
-static void watch_fork(void)
+/*
+ * Before the program's own handlers are registered: those run before these at a fork, so a program may hold a lock of its own across fork, and while it
+ * opens a session.
+ */
+static void __attribute__((constructor)) watch_fork(void)
 {
 	fork_error = pthread_atfork(before_fork, after_fork, after_fork_in_child);
 }
@@ -299,9 +304,16 @@ static inline int check(tmb_sync *s, tmb_object o, struct tmb_sync_object **out)
 
 /* --- opening -------------------------------------------------------------------------------------------------------- */
 
+static int map_shared(tmb_sync *s)
+{
+	s->map = mmap(NULL, s->map_len, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
+	return s->map == MAP_FAILED || madvise(s->map, s->map_len, MADV_DONTFORK) ? -errno : 0;
+}
+
 static int map_device(tmb_sync *s)
 {
 	struct tmb_sync_info info;
+	int err;
 
 	if (ioctl(s->fd, TMB_SYNC_IOC_INFO, &info))
 		return errno == ENOTTY ? -ENODEV : -errno;
@@ -309,9 +321,9 @@ static int map_device(tmb_sync *s)
 	    info.session >= TMB_SYNC_SESSIONS)
 		return -EUCLEAN;
 	s->map_len = (size_t)info.area_len;
-	s->map = mmap(NULL, s->map_len, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
-	if (s->map == MAP_FAILED)
-		return -errno;
+	err = map_shared(s);
+	if (err)
+		return err;
 	s->h = (struct tmb_sync_header *)s->map;
 	s->member = info.member;
 	s->epoch = info.epoch;
@@ -358,9 +370,9 @@ static int map_zone(tmb_sync *s, tmb_u64 *area_len)
 	if ((tmb_u64)st.st_size < TMB_ZONE_MIN)
 		return -EPROTONOSUPPORT;
 	s->map_len = (size_t)st.st_size;
-	s->map = mmap(NULL, s->map_len, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
-	if (s->map == MAP_FAILED)
-		return -errno;
+	err = map_shared(s);
+	if (err)
+		return err;
 	err = find_area(s->map, s->map_len, &offset, area_len);
 	if (err)
 		return err;
@@ -390,15 +402,12 @@ static int map_zone(tmb_sync *s, tmb_u64 *area_len)
 	return -EUSERS;
 }
 
-static int open_session(const char *path, tmb_sync **out)
+static int open_session(const char *path, tmb_sync *s)
 {
-	tmb_sync *s = calloc(1, sizeof(*s));
 	tmb_u64 area_len, fits;
 	struct stat st;
 	int err;
 
-	if (!s)
-		return -ENOMEM;
 	s->map = MAP_FAILED;
 	s->fd = open(path, O_RDWR | O_CLOEXEC);
 	if (s->fd < 0 || fstat(s->fd, &st)) {
@@ -406,7 +415,6 @@ static int open_session(const char *path, tmb_sync **out)
 		goto fail;
 	}
 	s->device = S_ISCHR(st.st_mode);
-	s->spins = s->device || sysconf(_SC_NPROCESSORS_ONLN) > 1;
 	err = s->device ? map_device(s) : map_zone(s, &area_len);
 	if (err)
 		goto fail;
@@ -427,7 +435,8 @@ static int open_session(const char *path, tmb_sync **out)
 		tmb_session_clear_reads(s->h, s->n_objects, s->session);
 	pthread_mutex_init(&s->readers_lock, NULL);
 	s->lock_word = tmb_lock_word(s->member, s->epoch, tmb_session_tag(s->session, s->session_word));
-	*out = s;
+	s->next = sessions;
+	sessions = s;
 	return 0;
 fail:
 	if (s->session_word && !s->device)
@@ -436,25 +445,29 @@ fail:
 		munmap(s->map, s->map_len);
 	if (s->fd >= 0)
 		close(s->fd);
-	free(s);
 	return err;
 }
 
 int tmb_sync_open(const char *path, tmb_sync **out)
 {
+	tmb_sync *s;
 	int err;
 
-	pthread_once(&fork_once, watch_fork);
 	if (fork_error)
 		return -fork_error;
+	s = calloc(1, sizeof(*s));
+	if (!s)
+		return -ENOMEM;
 	pthread_mutex_lock(&sessions_lock);
-	err = open_session(path, out);
-	if (!err) {
-		(*out)->next = sessions;
-		sessions = *out;
-	}
+	err = open_session(path, s);
 	pthread_mutex_unlock(&sessions_lock);
-	return err;
+	if (err) {
+		free(s);
+		return err;
+	}
+	s->spins = s->device || sysconf(_SC_NPROCESSORS_ONLN) > 1;
+	*out = s;
+	return 0;
 }
 
 void tmb_sync_close(tmb_sync *s)
@@ -468,7 +481,8 @@ void tmb_sync_close(tmb_sync *s)
 	/* Locks that this session still holds go to their next owner with -EOWNERDEAD. In a guest the kernel does this. */
 	if (!s->device && !is_inherited(s))
 		tmb_session_free(s->h, s->session, s->session_word);
-	munmap(s->map, s->map_len);
+	if (s->map != MAP_FAILED)
+		munmap(s->map, s->map_len);
 	if (!is_inherited(s))
 		close(s->fd);
 	pthread_mutex_unlock(&sessions_lock);
@@ -663,13 +677,21 @@ static inline int sem_try(struct tmb_sync_object *o, tmb_u32 generation)
  */
 typedef int (*try_fn)(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg);
 
+/* -EBADF: this is a child that a signal handler of the waiting thread has forked; what it tries in empty memory means nothing. */
+static inline int attempt(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg, try_fn try_it)
+{
+	int got = is_inherited(s) ? -EBADF : try_it(s, o, at, arg);
+
+	return is_inherited(s) ? -EBADF : got;
+}
+
 static int wait_for(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u64 arg, int64_t timeout_ns, try_fn try_it)
 {
 	tmb_u64 deadline = deadline_of(timeout_ns), since = 0;
 	int i, got;
 
 	for (i = 1; s->spins && timeout_ns != 0; i++) {
-		got = try_it(s, o, at, arg);
+		got = attempt(s, o, at, arg, try_it);
 		if (got)
 			return got;
 		if (i % SPINS_PER_LOOK == 0) {
@@ -682,10 +704,13 @@ static int wait_for(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 		__builtin_ia32_pause();
 	}
 	for (;;) {
-		tmb_u32 seq = tmb_load_acquire(&o->seq);
+		tmb_u32 seq;
 
+		if (is_inherited(s))
+			return -EBADF;
+		seq = tmb_load_acquire(&o->seq);
 		tmb_fetch_or(&o->waiters, 1ULL << s->member);
-		got = try_it(s, o, at, arg);
+		got = attempt(s, o, at, arg, try_it);
 		if (got)
 			return got;
 		got = sleep_on(s, at.index, &o->seq, seq, deadline);
@@ -897,7 +922,7 @@ int tmb_rwlock_wrlock(tmb_sync *s, tmb_object at, int64_t timeout_ns)
 	 * The wait ended: readers that wait for this writer go on. If the object was destroyed, its word is no lock of this writer's: the successor's may
 	 * already be another thread's of this process.
 	 */
-	if (tmb_load_acquire(&o->generation) == at.generation)
+	if (!is_inherited(s) && tmb_load_acquire(&o->generation) == at.generation)
 		give_back(s, at.index, locked);
 	return got;
 }
@@ -973,10 +998,11 @@ int tmb_sync_serve(void *area, size_t len, uint32_t member, uint32_t epoch)
 
 int tmb_sync_requests(tmb_sync *s, int64_t timeout_ns, uint64_t *mask)
 {
-	tmb_u32 seq = tmb_load_acquire(&s->h->ring_seq);
+	tmb_u32 seq;
 
-	if (s->device)
-		return -EINVAL;
+	if (s->device || is_inherited(s))
+		return no_object(s);
+	seq = tmb_load_acquire(&s->h->ring_seq);
 	*mask = tmb_exchange(&s->h->ring_mask, 0ULL);
 	if (*mask)
 		return 0;
@@ -987,6 +1013,8 @@ int tmb_sync_requests(tmb_sync *s, int64_t timeout_ns, uint64_t *mask)
 
 void tmb_sync_interrupt(tmb_sync *s)
 {
+	if (is_inherited(s))
+		return;
 	tmb_fetch_add(&s->h->ring_seq, 1u);
 	futex_wake(&s->h->ring_seq);
 }
@@ -995,6 +1023,8 @@ void tmb_sync_rang(tmb_sync *s)
 {
 	tmb_u32 i, b;
 
+	if (is_inherited(s))
+		return;
 	for (i = 0; i < TMB_SYNC_KEYS / 64; i++) {
 		tmb_u64 word = tmb_load(&s->h->host_wake[i]) ? tmb_exchange(&s->h->host_wake[i], 0ULL) : 0;
 
@@ -1009,6 +1039,8 @@ int tmb_sync_reap(tmb_sync *s)
 	int freed = 0;
 	tmb_u32 i;
 
+	if (is_inherited(s))
+		return -EBADF;
 	for (i = 0; i < TMB_SYNC_SESSIONS; i++) {
 		struct flock lock = { .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = SESSION_LOCKS + i, .l_len = 1 };
 		tmb_u64 word = tmb_load_acquire(&s->h->sessions[i]);

@@ -252,6 +252,7 @@ fn mkfs(
         }
     }
     let target = Target::open(zone, true, area)?;
+    let _alone = target.hold_contents("mkfs")?;
     target.require_unused("mkfs", force)?;
     let area = target.area()?;
     if area.word(0) == Some(sys::TFS_MAGIC) && !force {

@@ -62,10 +62,18 @@ const SERVING: libc::off_t = 0;
 /// umount(8) returns before the mount's process learns of it; this is how long that may take on a busy host.
 const LEARNT: Duration = Duration::from_secs(5);
 
-fn serving_lock(file: &OwnedFd, command: libc::c_int, kind: libc::c_int) -> std::io::Result<libc::flock> {
+/// A process holds this byte of the file of a bare file system while it makes, restores or repairs that.
+const REPLACING: libc::off_t = 1;
+
+fn byte_lock(
+    file: &OwnedFd,
+    byte: libc::off_t,
+    command: libc::c_int,
+    kind: libc::c_int,
+) -> std::io::Result<libc::flock> {
     let whence = libc::SEEK_SET as libc::c_short;
     let mut lock =
-        libc::flock { l_type: kind as libc::c_short, l_whence: whence, l_start: SERVING, l_len: 1, l_pid: 0 };
+        libc::flock { l_type: kind as libc::c_short, l_whence: whence, l_start: byte, l_len: 1, l_pid: 0 };
     // SAFETY: an open descriptor and a flock that lives across the call.
     match unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } {
         0 => Ok(lock),
@@ -344,11 +352,12 @@ impl Target {
                 zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
             }
             Kind::Bare { file, .. } => {
-                let ended =
-                    await_serving(|| match serving_lock(file, libc::F_OFD_GETLK, libc::F_WRLCK)?.l_type {
+                let ended = await_serving(|| {
+                    match byte_lock(file, SERVING, libc::F_OFD_GETLK, libc::F_WRLCK)?.l_type {
                         UNLOCKED => Ok(()),
                         _ => Err(std::io::Error::from_raw_os_error(libc::EAGAIN)),
-                    })?;
+                    }
+                })?;
                 if !ended {
                     return Ok(vec!["another process".to_owned()]);
                 }
@@ -382,6 +391,13 @@ impl Target {
             if users.is_empty() { Ok(()) } else { Err(std::io::Error::from_raw_os_error(libc::EAGAIN)) }
         })?;
         if !unused {
+            if !self.is_zone() {
+                bail!(
+                    "{}: is mounted; {what} again once it is not. {}",
+                    self.path.display(),
+                    self.how_to_end()
+                );
+            }
             bail!(
                 "{}: in use by {}; unmount there first (tombolo zone inspect lists its members), then {what} again; members that may only read count \
                  as users unless --force is given",
@@ -390,6 +406,40 @@ impl Target {
             );
         }
         Ok(())
+    }
+
+    /// Takes the room that what is to be written needs in its file, before any of it is written.
+    pub fn fill_holes(&self) -> anyhow::Result<()> {
+        if self.is_inside() { Ok(()) } else { fill_holes(&self.path) }
+    }
+
+    /// How the mount of a bare file system ends, for one that is no more in this process's mount table, too.
+    fn how_to_end(&self) -> String {
+        format!(
+            "Unmount it; if it is unmounted here, another mount namespace, a container's say, has a copy of the mount: find the mount's process with \
+             'fuser {}' and end it by kill",
+            self.path.display()
+        )
+    }
+
+    /// Keeps other processes from making, restoring, repairing or granting until the value returned is dropped, for a bare file system until this one is.
+    pub fn hold_contents(&self, what: &str) -> anyhow::Result<Option<tombolo_zone::GrantsHeld>> {
+        let mut held = None;
+        let busy = || std::io::Error::from_raw_os_error(libc::EAGAIN);
+        let alone = await_serving(|| match &self.kind {
+            Kind::Zone { zone, .. } => {
+                held = Some(zone.try_hold_grants().map_err(std::io::Error::other)?.ok_or_else(busy)?);
+                Ok(())
+            }
+            Kind::Bare { file, .. } => byte_lock(file, REPLACING, libc::F_OFD_SETLK, libc::F_WRLCK).map(drop),
+        })?;
+        if !alone {
+            bail!(
+                "{}: another process makes, restores or repairs its file system, or grants its members something; {what} again once that has ended",
+                self.path.display()
+            );
+        }
+        Ok(held)
     }
 
     /// Refuses if a member could mount the file system at any moment, and keeps others out until the value returned is dropped. `None`: a file system
@@ -401,9 +451,12 @@ impl Target {
         };
         let alive = self.alive()?;
         if !alive.is_empty() {
+            let at = self.path.display();
+            if !self.is_zone() {
+                bail!("{at}: is mounted; {what} again once it is not. {}", self.how_to_end());
+            }
             bail!(
-                "{}: {} could mount it at any moment; have them leave the zone first, then {what} again",
-                self.path.display(),
+                "{at}: {} could mount it at any moment; have them leave the zone first, then {what} again",
                 alive.join(", ")
             );
         }
@@ -425,18 +478,19 @@ impl Target {
     /// Becomes a member, with this name if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
     /// process is alone, and recovers all former members.
     pub fn join(&self, name: Name<'_>) -> anyhow::Result<(Area, Option<Joined>)> {
-        if !self.is_inside() {
-            fill_holes(&self.path)?;
-        }
+        self.fill_holes()?;
         let zone = match &self.kind {
             Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
             Kind::Zone { zone, .. } => zone,
             Kind::Bare { area, file } => {
                 let at = self.path.display();
-                if !await_serving(|| serving_lock(file, libc::F_OFD_SETLK, libc::F_WRLCK).map(|_| ()))
+                if !await_serving(|| byte_lock(file, SERVING, libc::F_OFD_SETLK, libc::F_WRLCK).map(drop))
                     .with_context(|| format!("{at}: locking"))?
                 {
-                    bail!("{at}: is mounted already; a file system outside a zone has one user at a time");
+                    bail!(
+                        "{at}: is mounted already; a file system outside a zone has one user at a time. {}",
+                        self.how_to_end()
+                    );
                 }
                 rustix::fs::flock(file, FlockOperation::LockExclusive)
                     .with_context(|| format!("{at}: waiting for its last user to end"))?;
@@ -474,7 +528,7 @@ impl Target {
     /// Called after an unmount: the file of a bare file system stays locked only until it is written back.
     pub fn stop_serving(&self) -> std::io::Result<()> {
         match &self.kind {
-            Kind::Bare { file, .. } => serving_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK).map(drop),
+            Kind::Bare { file, .. } => byte_lock(file, SERVING, libc::F_OFD_SETLK, libc::F_UNLCK).map(drop),
             Kind::Zone { .. } => Ok(()),
         }
     }

@@ -473,9 +473,7 @@ fn a_mount_ends_though_another_mount_namespace_has_a_copy_of_it() {
     let mut copy = Command::new("unshare");
     copy.args(["--mount", "--propagation", "private", "sh", "-c", "echo copied; exec sleep 100"]);
     let mut copy = Killed(copy.stdout(Stdio::piped()).spawn().expect("unshare starts"));
-    let mut line = String::new();
-    BufReader::new(copy.0.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
-    assert_eq!(line, "copied\n");
+    says(&mut copy, "copied");
     fs::write(rig.at("a/f"), "x").expect("write");
     // SAFETY: a plain call; the process was started by the rig.
     unsafe { libc::kill(rig.pids[0], libc::SIGTERM) };
@@ -507,6 +505,61 @@ fn nobody_joins_while_a_file_system_is_repaired() {
     assert!(target.require_nobody("fsck").is_err());
     joined.expect("a zone").leave().expect("the end");
     must(&["fsck", "-y", name]);
+}
+
+/// Waits until a line of a process that was started with a pipe for its output.
+fn says(process: &mut Killed, what: &str) {
+    let mut line = String::new();
+    BufReader::new(process.0.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    assert_eq!(line.trim_end(), what);
+}
+
+#[test]
+fn a_file_system_is_made_restored_repaired_and_granted_by_one_process_at_a_time() {
+    let dir = TempDir::new().expect("a directory");
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let (zone, bare, image) = (at("zone"), at("bare"), at("image"));
+    let config = ZoneConfig::new("alone", 64 << 20).backing(Backing::File(zone.clone().into()));
+    let owner = Zone::create(&config).expect("a zone");
+    let _member = owner.claim("m", Role::Host, Rights::READ_WRITE).expect("a slot");
+    must(&["mkfs", &zone]);
+    must(&["mkfs", "--size=32M", &bare]);
+    must(&["snapshot", &zone, &image]);
+    for path in [&zone, &bare] {
+        let target = Target::open(Path::new(path), true, None).expect("a file system");
+        let other = target.hold_contents("mkfs").expect("no other process");
+        for args in [&["mkfs", "--force", path][..], &["restore", "--force", &image, path]] {
+            let out = files(args);
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert!(!out.status.success() && said.contains("another process"), "{args:?}: {said}");
+        }
+        drop((other, target));
+        must(&["mkfs", "--force", path]);
+    }
+}
+
+#[test]
+fn who_mounts_an_image_whose_mount_another_namespace_keeps_is_told_which_process_to_end() {
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let mut copy = Command::new("unshare");
+    copy.args(["--mount", "--propagation", "private", "sh", "-c", "echo copied; exec sleep 100"]);
+    let mut copy = Killed(copy.stdout(Stdio::piped()).spawn().expect("unshare starts"));
+    says(&mut copy, "copied");
+    unmount(&alone.at);
+    for args in
+        [&["mount", &alone.image, alone.at.to_str().expect("a path")][..], &["fsck", "-y", &alone.image]]
+    {
+        let out = files(args);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(
+            !out.status.success() && said.contains("mount namespace") && said.contains("fuser"),
+            "{args:?}: {said}"
+        );
+    }
+    drop(copy);
+    alone.mount(&[]);
+    unmount(&alone.at);
 }
 
 #[test]
@@ -1527,6 +1580,9 @@ fn a_file_system_in_a_file_takes_its_room_when_it_is_made_or_mounted_or_is_refus
     let copied = Command::new("cp").args(["--sparse=always", &image, &sparse]).status();
     assert!(copied.expect("cp starts").success());
     refused(&["mount", &sparse, at.to_str().expect("a path")], "has holes");
+    refused(&["restore", "--force", &image, &sparse], "has holes");
+    refused(&["fsck", "-y", &sparse], "has holes");
+    must(&["fsck", "-n", &sparse]);
     fs::remove_file(&sparse).expect("unlink");
     must(&["mkfs", "--size", "32M", &sparse]);
     assert!(fs::metadata(&sparse).expect("stat").blocks() * 512 >= 32 << 20, "it has holes");

@@ -159,3 +159,67 @@ fn a_child_is_refused_with_its_parents_session_and_opens_its_own() {
     assert_eq!(mutex.unlock(), Ok(()));
     assert_eq!(sem.value(), Ok(0));
 }
+
+#[test]
+fn a_child_that_may_have_no_more_memory_has_no_part_in_its_parents_session_either() {
+    let bench = Bench::new();
+    let sync = Sync::open(bench.path()).unwrap();
+    let mutex = Mutex::create(&sync, "m").unwrap();
+    let (parent, child) = holder(&bench.path(), |_, own| {
+        let _ = Mutex::open(&own, "m").unwrap().lock(LONG).unwrap();
+        let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: a plain call, for this process and its child alone.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &none) }, 0);
+        let child = Process::fork(live);
+        let pid = child.0;
+        std::mem::forget((child, own));
+        pid
+    });
+    let child = Process(child);
+    drop(parent);
+    assert_eq!(mutex.lock(LONG), Ok(Locked::OwnerDied));
+    // SAFETY: a plain call.
+    assert_eq!(unsafe { libc::kill(child.0, 0) }, 0, "the child lives");
+}
+
+extern "C" fn fork_here(_signal: libc::c_int) {
+    // SAFETY: the interrupted thread sleeps, outside of any allocation.
+    unsafe { libc::fork() };
+}
+
+#[test]
+fn a_child_that_a_signal_handler_forks_while_its_parent_waits_is_told_that_it_has_no_lock() {
+    let bench = Bench::new();
+    let sync = Sync::open(bench.path()).unwrap();
+    let mutex = Mutex::create(&sync, "m").unwrap();
+    assert_eq!(mutex.lock(NOW), Ok(Locked::Clean));
+    let (mut reader, mut writer) = UnixStream::pair().unwrap();
+    let path = bench.path();
+    let parent = Process::fork(|| {
+        let own = Sync::open(&path).unwrap();
+        let mutex = Mutex::open(&own, "m").unwrap();
+        // SAFETY: plain calls.
+        let pid = unsafe {
+            libc::signal(libc::SIGUSR1, fork_here as *const () as libc::sighandler_t);
+            libc::getpid()
+        };
+        writer.write_all(b"w").unwrap();
+        let got = mutex.lock(LONG);
+        // SAFETY: a plain call.
+        if unsafe { libc::getpid() } == pid {
+            return live();
+        }
+        writer.write_all(if got == Err(EBADF) { b"y" } else { b"n" }).is_ok()
+    });
+    drop(writer);
+    let mut said = [0];
+    reader.read_exact(&mut said).unwrap();
+    let place = format!("/proc/{}/wchan", parent.0);
+    while !std::fs::read_to_string(&place).unwrap().contains("futex") {
+        std::thread::yield_now();
+    }
+    // SAFETY: a plain call.
+    unsafe { libc::kill(parent.0, libc::SIGUSR1) };
+    reader.read_exact(&mut said).unwrap();
+    assert_eq!(&said, b"y");
+}

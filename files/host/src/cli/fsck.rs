@@ -48,6 +48,10 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
 fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
     let target = Target::open(&args.zone, args.yes, args.area.as_deref())?;
     let _kept_out = args.yes.then(|| target.require_nobody("fsck")).transpose()?;
+    let _alone = args.yes.then(|| target.hold_contents("fsck")).transpose()?;
+    if args.yes {
+        target.fill_holes()?;
+    }
     let live = target.is_in_use()?;
     let report = {
         let mut meter = Meter::new(json);

@@ -84,6 +84,7 @@ pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
         Map::new(&file, file.metadata()?.len(), false).with_context(|| format!("mapping {at}"))?,
     )?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
+    let _alone = target.hold_contents("restore")?;
     target.require_unused("restore", args.force)?;
     let area = target.area()?;
     if area.word(0) == Some(sys::TFS_MAGIC) && !args.force {
@@ -93,6 +94,7 @@ pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
         );
     }
     keep_grants(&target, &image)?;
+    target.fill_holes()?;
     let blocks = {
         let mut meter = Meter::new(json);
         let retire = || target.retire("restore", args.force);
