@@ -192,7 +192,7 @@ impl Joined {
     /// Returns how to ring other members; `None`: no process serves the zone's doorbells.
     pub fn ringer(&self) -> Option<Ringer> {
         let zone = Arc::clone(&self.zone);
-        let peer_of = move |member| MemberId::new(member).and_then(|id| zone.member(id).ok()?.doorbell);
+        let peer_of = move |member| MemberId::new(member).and_then(|id| zone.doorbell(id).ok()?);
         // A peer that has left meanwhile needs no ring.
         match &self.ringing {
             Ringing::Nothing => None,
