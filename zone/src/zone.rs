@@ -362,7 +362,7 @@ impl Zone {
     pub fn member(&self, id: MemberId) -> Result<Member> {
         let alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
         let mut member = self.copy(id, alive)?;
-        member.alive = member.alive || self.outlived()?.contains(&member.name);
+        member.alive = member.alive || is_among(&member, &self.outlived()?);
         Ok(member)
     }
 
@@ -393,7 +393,7 @@ impl Zone {
         let copy = |id: MemberId| self.copy(id, alive >> id.index() & 1 != 0);
         let mut slots = MemberId::all().map(copy).collect::<Result<Vec<Member>>>()?;
         let outlived = self.outlived()?;
-        slots.iter_mut().for_each(|slot| slot.alive = slot.alive || outlived.contains(&slot.name));
+        slots.iter_mut().for_each(|slot| slot.alive = slot.alive || is_among(slot, &outlived));
         Ok(slots)
     }
 
@@ -608,8 +608,25 @@ impl Zone {
 
     /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
-        let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?
-            .ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))?;
+        self.hold_if_free(id)?.ok_or_else(|| self.refuse_second(id))
+    }
+
+    /// As [`Self::hold`], for a VM that has been let in: it lives, whoever keeps members out by now.
+    pub(crate) fn hold_connected(&self, id: MemberId) -> Result<Liveness> {
+        let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
+        held.ok_or_else(|| self.refuse_second(id))
+    }
+
+    fn refuse_second(&self, id: MemberId) -> Error {
+        self.refuse_id(id, "another process is this member".to_owned())
+    }
+
+    /// As [`Self::hold`]; `None`: a process holds the member alive.
+    pub(crate) fn hold_if_free(&self, id: MemberId) -> Result<Option<Liveness>> {
+        let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
+        if held.is_none() {
+            return Ok(None);
+        }
         // After the own byte: who keeps members out takes these two in the other order.
         if liveness::is_held(self.file.as_fd(), REPAIR_BYTE)? {
             return Err(self.refuse_id(
@@ -874,6 +891,11 @@ impl AsFd for Zone {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
+}
+
+/// Returns whether a slot is that of one of these VMs. A process of the host may have a VM's name.
+fn is_among(slot: &Member, vms: &[String]) -> bool {
+    slot.role != Some(Role::Host) && vms.contains(&slot.name)
 }
 
 fn now_ns() -> u64 {

@@ -43,7 +43,7 @@ impl Bench {
     /// The next event is that this process's doorbell for `member` has connected.
     fn joined(&self, member: MemberId, peer: u16) {
         match self.event() {
-            Event::Joined { member: who, peer: number, process: Some(process) } => {
+            Event::Joined { member: who, peer: number, process: Some(process), .. } => {
                 assert_eq!((who, number, process.id()), (member, peer, std::process::id()));
             }
             other => panic!("{other:?}"),

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server of a zone for VMs that tombolo does not start, and a member that writes into the member table.
 
+use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use tombolo_zone::doorbell::Bell;
+use tombolo_zone::doorbell::process::Process;
 use tombolo_zone::serve::{Server, room::Room, start};
 use tombolo_zone::{Backing, Member, MemberState, Rights, Role, Zone, ZoneConfig};
 
@@ -88,6 +91,85 @@ fn slots_with_another_vms_name_connect_to_no_socket_and_take_no_vm_its_own() {
         start::expel(&path, "a").unwrap();
         until("its socket is there", || !room.socket("a").exists());
         assert!(start::expel(&path, "b").unwrap_err().to_string().contains("lives"));
+    });
+}
+
+#[test]
+fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterwards() {
+    apart("a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterwards", |dir| {
+        let path = dir.join("zone");
+        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
+        let zone = Zone::create(&config).unwrap();
+        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        drop(zone);
+        let server = Server::start(&path).unwrap();
+        let (says, said) = channel();
+        std::thread::spawn(move || server.run(&mut |line| drop(says.send(line))));
+        let zone = Zone::open(&path, true).unwrap();
+        let socket = Room::of(zone.uuid()).unwrap().socket("a");
+        let kept_out = zone.keep_members_out().unwrap();
+        let mut refused = UnixStream::connect(&socket).unwrap();
+        assert_eq!(refused.read(&mut [0; 8]).unwrap(), 0, "it was let in");
+        let line = said.recv_timeout(LONG).unwrap();
+        assert!(line.starts_with("a: refused:") && line.contains("is being repaired"), "{line}");
+        drop(kept_out);
+        // A VM that is let in is seen by who keeps members out from now on.
+        let _bell = Bell::connect(&socket, || ()).unwrap();
+        let _kept_out = zone.keep_members_out().unwrap();
+        assert!(zone.member(a).unwrap().alive);
+        zone.mem().store_u64(4096 + 256 * u64::from(a.index()), 7 << 32 | 2).unwrap();
+        // The server looks which members live.
+        let pulse = zone.pulse().unwrap();
+        until("the server stands still", || zone.pulse().unwrap() != pulse);
+        let pulse = zone.pulse().unwrap();
+        until("the server stands still", || zone.pulse().unwrap() != pulse);
+        let there = zone.member(a).unwrap();
+        assert!(there.alive && there.state == MemberState::Active && there.epoch == 7, "{there:?}");
+    });
+}
+
+#[test]
+fn a_vm_joins_though_another_can_not_be_served() {
+    apart("a_vm_joins_though_another_can_not_be_served", |dir| {
+        let path = dir.join("zone");
+        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
+        let zone = Zone::create(&config).unwrap();
+        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        let room = Room::of(zone.uuid()).unwrap();
+        drop(zone);
+        let server = Server::start(&path).unwrap();
+        let (says, said) = channel();
+        std::thread::spawn(move || server.run(&mut |line| drop(says.send(line))));
+        // No member has such a name.
+        room.invite("a\nb", Rights::READ_WRITE).unwrap();
+        let zone = Zone::open(&path, true).unwrap();
+        let _bell = Bell::connect(room.socket("a"), || ()).unwrap();
+        until("it did not join", || said.try_iter().any(|line| line.starts_with("a: connected")));
+        assert!(zone.member(a).unwrap().alive);
+    });
+}
+
+#[test]
+fn a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same() {
+    apart("a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same", |dir| {
+        let path = dir.join("zone");
+        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
+        let zone = Zone::create(&config).unwrap();
+        let vm = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        let room = Room::of(zone.uuid()).unwrap();
+        room.make().unwrap();
+        let other = Zone::open(&path, true).unwrap();
+        // The owner keeps the first slot for the VM, so the process gets another one, with the same name.
+        let (process, held) = other.claim("a", Role::Host, Rights::READ_WRITE).unwrap();
+        let membership = other.join_claimed(process, held).unwrap();
+        assert_ne!(process, vm);
+        drop(zone);
+        room.note("a", &Process::of(&UnixStream::pair().unwrap().0).unwrap()).unwrap();
+        assert!(other.member(vm).unwrap().alive && other.member(process).unwrap().alive);
+        drop(membership);
+        assert!(other.member(vm).unwrap().alive && !other.member(process).unwrap().alive);
+        assert_eq!(other.reap_without_owner().unwrap(), [process]);
+        other.remove(process).unwrap();
     });
 }
 

@@ -25,7 +25,7 @@ use super::process::Process;
 use super::{VECTORS, host, wire};
 use crate::door::{Door, DoorState};
 use crate::keep::Keep;
-use crate::{Error, MemberId, Result, Role, Zone};
+use crate::{Error, Liveness, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
 const MAX_BACKLOG: usize = 1024;
@@ -37,7 +37,7 @@ const MAX_UNNAMED: usize = 16;
 const RECOVERY: Duration = Duration::from_millis(200);
 
 /// A report of the server to the zone's owner.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Event {
     /// A member's doorbell is connected; the member's slot has the peer id already.
     Joined {
@@ -47,6 +47,8 @@ pub enum Event {
         peer: u16,
         /// The process that connected to the member's socket. `None`: the owner connected it ([`DoorbellServer::connect`]), or the kernel can't tell.
         process: Option<Process>,
+        /// Holds the member alive. `None`: another process, its owner say, did so when it connected, or the owner connected it.
+        liveness: Option<Arc<Liveness>>,
     },
     /// A member's doorbell is gone: its QEMU ended, or the device was unplugged. The member's slot has no peer id any more.
     Left {
@@ -312,7 +314,7 @@ impl Work {
                             old.forget();
                         }
                     }
-                    Command::Adopt { member, stream } => self.join(member, stream, None),
+                    Command::Adopt { member, stream } => self.join(member, stream, None, None),
                     Command::Unlisten { member } => {
                         if let Some(old) = self.listeners.remove(&member) {
                             old.forget();
@@ -398,7 +400,7 @@ impl Work {
         match host::member_of(&stream) {
             Ok(member) => match self.zone.members() {
                 Ok(all) if all.iter().any(|m| m.id == member && m.alive && m.role == Some(Role::Host)) => {
-                    self.join(member, stream, None);
+                    self.join(member, stream, None, None);
                 }
                 Ok(_) => self.refuse(Some(member), "it is no live member of the host".to_owned()),
                 Err(e) => self.refuse(Some(member), e.to_string()),
@@ -429,12 +431,24 @@ impl Work {
             self.refuse(Some(member), why);
             return;
         }
-        let process = Process::of(&stream);
-        self.join(member, stream, process);
+        // Before it is answered: a VM that nobody holds alive yet has a zone that may be repaired, and goes without an answer while it is.
+        match self.zone.hold_if_free(member) {
+            Ok(liveness) => {
+                let process = Process::of(&stream);
+                self.join(member, stream, process, liveness.map(Arc::new));
+            }
+            Err(e) => self.refuse(Some(member), e.to_string()),
+        }
     }
 
     /// Gives a connection its peer id and announces it to all clients.
-    fn join(&mut self, member: MemberId, stream: Brief<UnixStream>, process: Option<Process>) {
+    fn join(
+        &mut self,
+        member: MemberId,
+        stream: Brief<UnixStream>,
+        process: Option<Process>,
+        liveness: Option<Arc<Liveness>>,
+    ) {
         // The member's earlier connection may have been closed a moment ago, so it is checked before this one is refused.
         for peer in self.peers_of(member) {
             self.serve(peer);
@@ -447,7 +461,7 @@ impl Work {
             self.refuse(Some(member), "all 65536 peer ids were used; restart the zone".to_owned());
             return;
         };
-        if let Err(error) = self.introduce(member, peer, stream, process) {
+        if let Err(error) = self.introduce(member, peer, stream, process, liveness) {
             self.clients.remove(&peer);
             lock(&self.bells).remove(&peer);
             self.refuse(Some(member), error.to_string());
@@ -460,6 +474,7 @@ impl Work {
         peer: u16,
         stream: Brief<UnixStream>,
         process: Option<Process>,
+        liveness: Option<Arc<Liveness>>,
     ) -> Result<()> {
         stream.set_nonblocking(true).map_err(|e| Error::io("a doorbell connection", e))?;
         let vectors: Vec<Arc<OwnedFd>> =
@@ -491,7 +506,7 @@ impl Work {
                 self.send(other, i64::from(peer), Some(Arc::clone(vector)));
             }
         }
-        self.tell(Event::Joined { member, peer, process });
+        self.tell(Event::Joined { member, peer, process, liveness });
         self.flush(peer);
         Ok(())
     }

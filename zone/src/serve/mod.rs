@@ -194,7 +194,9 @@ impl Server {
 
     fn hear(&mut self, event: Event, say: &mut dyn FnMut(String)) -> Result<()> {
         match event {
-            Event::Joined { member, process, .. } => self.joined(member, process, say)?,
+            Event::Joined { member, process, liveness, .. } => {
+                self.joined(member, process, liveness, say)?;
+            }
             // A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end.
             Event::Left { member, why, .. } => match self.guests.get(&member) {
                 Some(Guest { process: None, .. }) => self.end_guest(member, say)?,
@@ -209,22 +211,34 @@ impl Server {
         Ok(())
     }
 
-    fn joined(&mut self, id: MemberId, process: Option<Process>, say: &mut dyn FnMut(String)) -> Result<()> {
+    fn joined(
+        &mut self,
+        id: MemberId,
+        process: Option<Process>,
+        liveness: Option<Arc<Liveness>>,
+        say: &mut dyn FnMut(String),
+    ) -> Result<()> {
+        // The record first, then the lock that the newcomer was let in with: who looks for members finds one of the two. Other VMs that a look has
+        // trouble with do not keep this one out.
+        if let (Some(vm), Some(process), Some(_)) = (self.listening.get(&id), &process, &liveness) {
+            self.room.note(&vm.name, process)?;
+        }
+        drop(liveness);
         // Its rights may have changed since the last look.
-        self.look()?;
+        let looked = self.look();
         // A process of the host that uses the zone's doorbells, or a VM that comes back with a second device.
-        let Some(Invited { name, rights }) = self.listening.get(&id) else { return Ok(()) };
+        let Some(Invited { name, rights }) = self.listening.get(&id) else { return looked };
         let (name, rights) = (name.clone(), *rights);
         if let Some(there) = self.guests.get(&id) {
             if there.process == process {
-                return Ok(());
+                return looked;
             }
             // Two processes claim one VM: the first has not ended.
             if there.process.as_ref().is_some_and(|p| !p.has_ended()) {
                 say(format!(
                     "{name}: another process has its doorbell while its own lives; end one of the two"
                 ));
-                return Ok(());
+                return looked;
             }
             self.end_guest(id, say)?;
         }
@@ -232,7 +246,7 @@ impl Server {
         if let Some(process) = &process {
             self.room.note(&name, process)?;
         }
-        let liveness = self.zone.hold(id)?;
+        let liveness = self.zone.hold_connected(id)?;
         if let Some(process) = &process {
             self.watch(id, process.clone())?;
         }
@@ -244,7 +258,7 @@ impl Server {
             process.as_ref().map_or_else(|| "of another namespace".to_owned(), |p| p.id().to_string());
         say(format!("{name}: connected, process {number}"));
         self.guests.insert(id, Guest { process, _liveness: liveness });
-        Ok(())
+        looked
     }
 
     /// Starts a thread that waits for a process's end.
