@@ -168,6 +168,11 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
             for path in paths {
                 // Taking it over makes sure that it is a zone without an owner.
                 let zone = Zone::take_over(&path)?;
+                // A member that comes by now is seen, or refused.
+                let _kept_out = zone.keep_members_out()?;
+                if let Some(member) = zone.members()?.into_iter().find(|m| m.alive) {
+                    bail!("{}: in use by {}; unmount there first", path.display(), member.name);
+                }
                 std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
                 drop(zone);
                 if !json {
@@ -353,5 +358,20 @@ mod tests {
             assert!(said.to_string().contains(why), "{said}");
             assert!(path.exists());
         }
+    }
+
+    #[test]
+    fn a_zone_that_another_process_keeps_members_out_of_is_not_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("z");
+        drop(Zone::create(&ZoneConfig::new("z", 8 << 20).backing(Backing::File(path.clone()))).unwrap());
+        let other = Zone::open(&path, true).unwrap();
+        let kept_out = other.keep_members_out().unwrap();
+        let said = run_to(Command::Rm { paths: vec![path.clone()] }, false, &mut Vec::new()).unwrap_err();
+        assert!(said.to_string().contains("repairs or removes it"), "{said}");
+        assert!(path.exists());
+        drop(kept_out);
+        text(Command::Rm { paths: vec![path.clone()] }, false);
+        assert!(!path.exists());
     }
 }

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -212,11 +213,13 @@ impl Zone {
     /// Becomes the owner of a zone in a file whose owner and members have ended: it gets a new session, and each member that was active is
     /// declared dead. [`Error::InUse`]: an owner or a member still lives.
     pub fn take_over(path: impl AsRef<Path>) -> Result<Zone> {
+        let path = path.as_ref();
         let mut zone = Self::open(path, true)?;
         zone.may_write()?;
         let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
         let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
             .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
+        zone.require_at(path)?;
         // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         // No process holds the liveness of VMs that outlived their server.
@@ -241,6 +244,21 @@ impl Zone {
         zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
         zone.owner = Some(Owner::new(owner)?);
         Ok(zone)
+    }
+
+    /// Makes sure that the zone is the file at this path still, for a process that holds a byte of it: who removes a zone looks for such ones first.
+    ///
+    /// # Errors
+    /// The file was removed, or another one is there by now.
+    pub fn require_at(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let failed = |e| Error::io(format!("looking for zone {}", path.display()), e);
+        let there = std::fs::metadata(path).map_err(failed)?;
+        let own = self.file.metadata().map_err(failed)?;
+        if (there.dev(), there.ino()) == (own.dev(), own.ino()) {
+            return Ok(());
+        }
+        Err(failed(std::io::Error::other("another file has taken its place; try again")))
     }
 
     /// As [`Self::take_over`], or [`Self::open`] if a process owns the zone or a member lives.
@@ -602,7 +620,7 @@ impl Zone {
         let own = Own::try_hold(self.file.as_fd(), REPAIR_BYTE)?;
         own.map(|own| KeptOut { _own: own }).ok_or_else(|| Error::InUse {
             zone: self.label.clone(),
-            by: "another process that repairs it".to_owned(),
+            by: "another process that repairs or removes it".to_owned(),
         })
     }
 
@@ -631,7 +649,8 @@ impl Zone {
         if liveness::is_held(self.file.as_fd(), REPAIR_BYTE)? {
             return Err(self.refuse_id(
                 id,
-                "the zone is being repaired; try again once 'tombolo files fsck -y' has ended".to_owned(),
+                "the zone is being repaired or removed; try again once 'tombolo files fsck -y' has ended"
+                    .to_owned(),
             ));
         }
         Ok(held)

@@ -498,6 +498,7 @@ impl Target {
             }
         };
         let (id, liveness) = name.claim(zone)?;
+        zone.require_at(&self.path)?;
         let area = self.area()?;
         // Grants of the slot's former member are not for this one. A file system of another version, which may have them elsewhere, is refused when it is
         // opened.

@@ -633,6 +633,22 @@ fn the_death_of_a_mount_gives_its_locks_up() {
 
 /// The first mount owns the zone, in the second turn it is the one that dies.
 #[test]
+fn nobody_joins_a_zone_that_was_removed_since_it_was_opened() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("z");
+    let made = || {
+        let config = ZoneConfig::new("z", 16 << 20).backing(Backing::File(path.clone()));
+        drop(Zone::create(&config).expect("a zone"));
+    };
+    made();
+    let target = Target::open(&path, true, None).expect("a zone");
+    fs::remove_file(&path).expect("its file is removed");
+    made();
+    let refused = target.join(Name::Process("test")).err().expect("it is in no zone that has a name");
+    assert!(format!("{refused:#}").contains("another file has taken its place"), "{refused:#}");
+}
+
+#[test]
 fn mounts_of_a_zone_that_nobody_serves_outlive_each_other() {
     for dies in [1, 0] {
         let mut rig = Rig::mounted_by(false, false);
