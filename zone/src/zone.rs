@@ -380,7 +380,9 @@ impl Zone {
     pub fn member(&self, id: MemberId) -> Result<Member> {
         let alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
         let mut member = self.copy(id, alive)?;
-        member.alive = member.alive || is_among(&member, &self.outlived()?);
+        if !alive && member.role != Some(Role::Host) {
+            member.alive = is_among(&member, &self.outlived()?);
+        }
         Ok(member)
     }
 
@@ -406,10 +408,14 @@ impl Zone {
         Ok(member)
     }
 
-    fn slots(&self) -> Result<Vec<Member>> {
+    /// All slots; alive is one that a process holds.
+    fn slots_held(&self) -> Result<Vec<Member>> {
         let alive = liveness::members_held(self.file.as_fd())?;
-        let copy = |id: MemberId| self.copy(id, alive >> id.index() & 1 != 0);
-        let mut slots = MemberId::all().map(copy).collect::<Result<Vec<Member>>>()?;
+        MemberId::all().map(|id| self.copy(id, alive >> id.index() & 1 != 0)).collect()
+    }
+
+    fn slots(&self) -> Result<Vec<Member>> {
+        let mut slots = self.slots_held()?;
         let outlived = self.outlived()?;
         slots.iter_mut().for_each(|slot| slot.alive = slot.alive || is_among(slot, &outlived));
         Ok(slots)
@@ -714,7 +720,8 @@ impl Zone {
         }
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         let mut dead = Vec::new();
-        for member in self.slots()? {
+        // Without the records of VMs: another user may have made their folder, and must not keep the dead from being found.
+        for member in self.slots_held()? {
             let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
             if !member.alive && ended && member.role == Some(Role::Host) && self.bury(member.id)? {
                 dead.push(member.id);

@@ -2,6 +2,7 @@
 //! The server of a zone for VMs that tombolo does not start, and a member that writes into the member table.
 
 use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -170,6 +171,32 @@ fn a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same() 
         assert!(other.member(vm).unwrap().alive && !other.member(process).unwrap().alive);
         assert_eq!(other.reap_without_owner().unwrap(), [process]);
         other.remove(process).unwrap();
+    });
+}
+
+#[test]
+fn a_folder_that_another_user_has_made_keeps_no_dead_process_from_being_found() {
+    apart("a_folder_that_another_user_has_made_keeps_no_dead_process_from_being_found", |dir| {
+        let path = dir.join("zone");
+        let config = ZoneConfig::new("z", 16 << 20).backing(Backing::File(path.clone()));
+        drop(Zone::create(&config).unwrap());
+        let zone = Zone::open(&path, true).unwrap();
+        let join = |name| {
+            let (id, held) = zone.claim(name, Role::Host, Rights::READ_WRITE).unwrap();
+            zone.join_claimed(id, held).unwrap()
+        };
+        let (killed, leaves) = (join("killed"), join("leaves"));
+        // Who may write to it may be another user.
+        let folder = std::path::PathBuf::from(std::env::var_os(FOLDER).unwrap());
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(Zone::take_over(&path).is_err(), "VMs of another user may live");
+        let dead = killed.id();
+        drop(killed);
+        assert_eq!(zone.reap_without_owner().unwrap(), [dead]);
+        let id = leaves.id();
+        zone.leave(leaves).unwrap();
+        zone.remove(id).unwrap();
     });
 }
 
