@@ -366,14 +366,6 @@ impl Zone {
         Ok(member)
     }
 
-    /// By which number a member is rung; `None`: it has no doorbell. Whether it lives is not looked at.
-    ///
-    /// # Errors
-    /// The slot can't be read.
-    pub fn doorbell(&self, id: MemberId) -> Result<Option<u16>> {
-        Ok(self.copy(id, false)?.doorbell)
-    }
-
     /// The VMs that live though their server has died: no process holds their slots.
     fn outlived(&self) -> Result<Vec<String>> {
         if self.is_owner() {
