@@ -213,11 +213,12 @@ static const char *source =
 	"}\n"
 	"kernel void chatter(global long *results)\n"
 	"{\n"
-	"	char word[2] = { 27, 'c' };\n"
+	/* Escape, and the character (U+009B) that stands for escape and a bracket. */
+	"	char word[4] = { 27, 'c', 0xc2, 0x9b };\n"
 	"	for (int fd = 3; fd < 64; fd++)\n"
 	"		sc(33, 0, fd, 0, 0, 0, 0);\n"
 	"	for (;;)\n"
-	"		results[0] = sc(1, 2, (long)word, 2, 0, 0, 0);\n"
+	"		results[0] = sc(1, 2, (long)word, 4, 0, 0, 0);\n"
 	"}\n";
 
 static cl_context context;

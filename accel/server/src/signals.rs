@@ -59,6 +59,8 @@ pub fn before_the_end(last: impl FnOnce() + Send + 'static) -> io::Result<()> {
             libc::signal(signal, libc::SIG_DFL);
             libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());
             libc::raise(signal);
+            // The first process of a PID namespace (a container's) gets no signal for which it has no handler.
+            libc::_exit(128 + signal);
         }
     })?;
     Ok(())

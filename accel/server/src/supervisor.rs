@@ -171,9 +171,8 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     let channels = config.vms.iter().map(|vm| vm.channels).chain(config.guests.iter().map(|vm| vm.channels));
     let most = config.clients + channels.map(|n| n as usize).sum::<usize>();
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref(), most)?;
-    if let Some(cgroup) = confinement.cgroup().cloned() {
-        signals::before_the_end(move || cgroup.end()).context("signals")?;
-    }
+    let cgroup = confinement.cgroup().cloned();
+    signals::before_the_end(move || cgroup.iter().for_each(|cgroup| cgroup.end())).context("signals")?;
     let place = |(address, limits): &(String, Limits)| {
         let (address, limits) = (address.clone(), limits.clone());
         Ok(Arc::new(Place { listener: Listener::bind(&address)?.into(), address, limits }))

@@ -313,7 +313,7 @@ fn look_after(
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => continue,
                 read => read?,
             };
-            left = log(&mut bytes[..n], left);
+            left = log(&bytes[..n], left);
             if n == 0 || left == 0 {
                 // It closed its end, or has written as much as it may: this thread stops reading.
                 said = None;
@@ -324,12 +324,18 @@ fn look_after(
     }
 }
 
+/// A worker's words without what moves the cursor of who reads them on a terminal: control characters, those beyond ASCII too, as U+009B begins what escape and a bracket
+/// begin. No longer than the bytes.
+fn harmless(bytes: &[u8]) -> String {
+    let moves = |c: char| c.is_control() && !"\n\t".contains(c) || c == char::REPLACEMENT_CHARACTER;
+    String::from_utf8_lossy(bytes).chars().map(|c| if moves(c) { '?' } else { c }).collect()
+}
+
 /// Writes what a worker said, of which so much is left to it; how much is left then.
-fn log(bytes: &mut [u8], left: usize) -> usize {
-    // A kernel's words must not move the cursor of who reads them on a terminal.
-    bytes.iter_mut().filter(|b| b.is_ascii_control() && !b"\n\t".contains(b)).for_each(|b| *b = b'?');
-    let (passed, after) = (bytes.len().min(left), left.saturating_sub(bytes.len()));
-    tombolo_calls::say::write(&bytes[..passed]);
+fn log(bytes: &[u8], left: usize) -> usize {
+    let words = harmless(bytes);
+    let (passed, after) = (words.len().min(left), left.saturating_sub(words.len()));
+    tombolo_calls::say::write(&words.as_bytes()[..passed]);
     if passed > 0 && after == 0 {
         say!("\ntombolo accel: a worker says too much; the rest is left out");
     }
@@ -417,4 +423,22 @@ fn worker_arguments() -> Vec<OsString> {
     let alone = std::env::args().nth(1).is_some_and(|a| a != "accel");
     let words: &[&str] = if alone { &["tombolo", "worker"] } else { &["tombolo", "accel", "worker"] };
     words.iter().map(Into::into).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_workers_words_move_no_cursor() {
+        assert_eq!(
+            harmless("caf\u{e9} \u{2018}x\u{2019}\tfailed\n".as_bytes()),
+            "caf\u{e9} \u{2018}x\u{2019}\tfailed\n"
+        );
+        // Escape, and the one character (CSI) that stands for escape and a bracket.
+        assert_eq!(harmless("\u{1b}[2J \u{9b}2J\r\u{7f}".as_bytes()), "?[2J ?2J??");
+        // In 8 bits, and what the end of a read cuts in two.
+        assert_eq!(harmless(b"\x9b2J \xc2"), "?2J ?");
+        assert!((0..=255_u8).all(|byte| harmless(&[byte; 7]).len() <= 7));
+    }
 }

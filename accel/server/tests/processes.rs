@@ -369,6 +369,27 @@ fn a_server_in_a_container_serves_clients_outside_of_it() {
 }
 
 #[test]
+fn a_server_that_is_the_first_process_of_a_container_ends_when_it_is_asked_to() {
+    let mut container = Command::new("unshare");
+    if !rustix::process::geteuid().is_root() {
+        container.args(["--user", "--map-current-user"]);
+    }
+    container.args(["--pid", "--fork", "--kill-child", "--mount-proc", env!("CARGO_BIN_EXE_tombolo-accel")]);
+    container.env_remove("OCL_ICD_VENDORS");
+    let mut server = Server::run(container, "asked", &[]);
+    let unshare = server.child.id();
+    let first =
+        std::fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children")).expect("its child");
+    let first = rustix::process::Pid::from_raw(first.trim().parse().expect("one process")).expect("not 0");
+    rustix::process::kill_process(first, rustix::process::Signal::TERM).expect("it lives");
+    let begun = Instant::now();
+    while server.child.try_wait().expect("waited for").is_none() {
+        assert!(begun.elapsed() < TIMEOUT, "the server doesn't end");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
 fn prometheus_gets_the_figures_of_each_client() {
     let address =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");

@@ -465,9 +465,9 @@ fn a_worker_that_never_stops_talking_is_ended_with_its_client_and_sends_no_termi
         while !log.contains("says too much") {
             let n = said.read(&mut bytes).expect("a log");
             assert_ne!(n, 0, "the server ended: {log}");
-            log.push_str(std::str::from_utf8(&bytes[..n]).expect("a log in ASCII"));
+            log.push_str(&String::from_utf8_lossy(&bytes[..n]));
         }
-        assert!(log.contains("?c?c") && !log.contains('\x1b'), "{log}");
+        assert!(log.contains("?c??c?") && !log.chars().any(|c| c.is_control() && c != '\n'), "{log}");
         assert!(hostile.end().success());
         wait_until("the worker is ended", || server.tenants().is_empty());
         assert!(!lives(worker));
