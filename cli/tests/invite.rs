@@ -58,11 +58,14 @@ impl Place {
         members.into_iter().find(|m| m.name == name)
     }
 
-    fn server(&self) -> Option<u32> {
-        // A zone that was removed has none.
+    /// A file in the zone's folder of records. A zone that was removed has none.
+    fn room(&self, file: &str) -> Option<PathBuf> {
         let uuid = Zone::open(self.zone(), false).ok()?.uuid();
-        let record = self.dir.path().join("run").join(uuid.to_string()).join("server.process");
-        let text = std::fs::read_to_string(record).ok()?;
+        Some(self.dir.path().join("run").join(uuid.to_string()).join(file))
+    }
+
+    fn server(&self) -> Option<u32> {
+        let text = std::fs::read_to_string(self.room("server.process")?).ok()?;
         let pid = text.split_whitespace().next()?.parse().ok()?;
         Path::new("/proc").join(format!("{pid}/exe")).exists().then_some(pid)
     }
@@ -219,7 +222,8 @@ fn the_files_of_a_vm_whose_server_died_are_neither_repaired_nor_replaced_nor_its
     place.good(&["files", "snapshot", "own.zone", "image"]);
     let socket = place.invite("a", &[]);
     let vm = Vm::start(&socket);
-    place.until("the VM is not noticed", || place.member("a").is_some_and(|m| m.alive));
+    // The server lets the VM in, then notes it.
+    place.until("the VM is not noted", || place.room("a.vm").is_some_and(|record| record.exists()));
     // The guest's kernel does this when it mounts.
     Zone::open(place.zone(), true).unwrap().activate(place.member("a").unwrap().id).unwrap();
     kill(place.server().unwrap());
