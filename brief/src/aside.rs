@@ -40,7 +40,7 @@ mod tests {
 
     impl Drop for Slow {
         fn drop(&mut self) {
-            // The word may also be that nobody will say it.
+            // It also returns when the sender is dropped.
             let _word = self.0.recv();
             self.1.send(std::thread::current().id()).unwrap();
         }

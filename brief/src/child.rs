@@ -133,7 +133,7 @@ mod tests {
     use std::process::Stdio;
     use std::time::Duration;
 
-    /// A socket of a client, who has passed along a file whose end takes hours, and has gone; that file's other end.
+    /// Returns the server's socket of a client that has passed along a lingering TCP socket and has gone, and the peer of that TCP socket.
     fn of_a_client() -> (UnixStream, TcpStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (passed, other) = endless::lingering().unwrap();

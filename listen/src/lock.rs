@@ -70,7 +70,7 @@ fn opened(path: &Path) -> io::Result<Option<File>> {
     let open = |options: &mut OpenOptions| {
         options.write(true).mode(MODE).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
     };
-    // In a folder such as /tmp the kernel lets nobody name O_CREAT where the file is another user's (fs.protected_regular), not even root.
+    // In a sticky folder such as /tmp, open(2) with O_CREAT fails for a file of another user, for root too (fs.protected_regular).
     let there = open(&mut OpenOptions::new());
     let (file, of_others) = match &there {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {

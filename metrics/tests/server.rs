@@ -195,7 +195,7 @@ fn of_servers_that_begin_at_one_path_at_once_one_has_it() {
     let folder = tempfile::tempdir().unwrap();
     for round in 0..100 {
         let path = folder.path().join(round.to_string());
-        // What one that was killed has left.
+        // A killed server leaves its socket's file.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let bind = || Server::bind(&Place::Unix(path.clone()));
         let servers: Vec<_> = std::thread::scope(|scope| {

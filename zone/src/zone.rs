@@ -635,7 +635,7 @@ impl Zone {
         self.hold_if_free(id)?.ok_or_else(|| self.refuse_second(id))
     }
 
-    /// As [`Self::hold`], for a VM that has been let in: it lives, whoever keeps members out by now.
+    /// As [`Self::hold`], for a VM that the server has let in. A process that began to keep members out since then doesn't make it fail.
     pub(crate) fn hold_connected(&self, id: MemberId) -> Result<Liveness> {
         let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
         held.ok_or_else(|| self.refuse_second(id))

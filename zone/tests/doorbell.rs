@@ -374,7 +374,7 @@ fn of_owners_that_make_a_members_socket_at_one_path_at_once_one_has_it() {
     let members: Vec<(MemberId, &DoorbellServer)> = benches.iter().map(of).collect();
     for round in 0..100 {
         let path = &benches[0].dir.path().join(round.to_string());
-        // What one that was killed has left.
+        // A killed server leaves its socket's file.
         drop(std::os::unix::net::UnixListener::bind(path).unwrap());
         let made = std::thread::scope(|scope| {
             let listen =

@@ -4,9 +4,9 @@
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use tombolo_zone::doorbell::Bell;
@@ -32,6 +32,21 @@ fn named(zone: &Zone, name: &str) -> Option<Member> {
     zone.members().unwrap().into_iter().find(|m| m.name == name)
 }
 
+fn created(dir: &Path) -> (PathBuf, Zone) {
+    let path = dir.join("zone");
+    let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
+    let zone = Zone::create(&config).unwrap();
+    (path, zone)
+}
+
+/// Serves the zone in a thread. Returns the server's log lines.
+fn serve(path: &Path) -> Receiver<String> {
+    let server = Server::start(path).unwrap();
+    let (says, said) = channel();
+    std::thread::spawn(move || server.run(&mut |line| drop(says.send(line))));
+    said
+}
+
 /// Waits for the server, which looks once a second.
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let began = std::time::Instant::now();
@@ -44,14 +59,10 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 #[test]
 fn slots_with_another_vms_name_connect_to_no_socket_and_take_no_vm_its_own() {
     apart("slots_with_another_vms_name_connect_to_no_socket_and_take_no_vm_its_own", |dir| {
-        let path = dir.join("zone");
-        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
-        let zone = Zone::create(&config).unwrap();
+        let (path, zone) = created(dir);
         let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
         drop(zone);
-        let server = Server::start(&path).unwrap();
-        let (says, said) = channel();
-        std::thread::spawn(move || server.run(&mut |line| says.send(line).unwrap()));
+        let said = serve(&path);
         let none = Path::new("/nonexistent");
         let socket = start::invite(&path, "b", Rights::READ_WRITE, none).unwrap().socket;
         let zone = Zone::open(&path, true).unwrap();
@@ -98,14 +109,10 @@ fn slots_with_another_vms_name_connect_to_no_socket_and_take_no_vm_its_own() {
 #[test]
 fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterwards() {
     apart("a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterwards", |dir| {
-        let path = dir.join("zone");
-        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
-        let zone = Zone::create(&config).unwrap();
+        let (path, zone) = created(dir);
         let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
         drop(zone);
-        let server = Server::start(&path).unwrap();
-        let (says, said) = channel();
-        std::thread::spawn(move || server.run(&mut |line| drop(says.send(line))));
+        let said = serve(&path);
         let zone = Zone::open(&path, true).unwrap();
         let socket = Room::of(zone.uuid()).unwrap().socket("a");
         let kept_out = zone.keep_members_out().unwrap();
@@ -132,15 +139,11 @@ fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterw
 #[test]
 fn a_vm_joins_though_another_can_not_be_served() {
     apart("a_vm_joins_though_another_can_not_be_served", |dir| {
-        let path = dir.join("zone");
-        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
-        let zone = Zone::create(&config).unwrap();
+        let (path, zone) = created(dir);
         let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
         let room = Room::of(zone.uuid()).unwrap();
         drop(zone);
-        let server = Server::start(&path).unwrap();
-        let (says, said) = channel();
-        std::thread::spawn(move || server.run(&mut |line| drop(says.send(line))));
+        let said = serve(&path);
         // No member has such a name.
         room.invite("a\nb", Rights::READ_WRITE).unwrap();
         let zone = Zone::open(&path, true).unwrap();
@@ -153,9 +156,7 @@ fn a_vm_joins_though_another_can_not_be_served() {
 #[test]
 fn a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same() {
     apart("a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same", |dir| {
-        let path = dir.join("zone");
-        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
-        let zone = Zone::create(&config).unwrap();
+        let (path, zone) = created(dir);
         let vm = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
         let room = Room::of(zone.uuid()).unwrap();
         room.make().unwrap();
@@ -225,9 +226,7 @@ fn the_rights_of_an_invitation_change_while_its_vm_does_not_run() {
 #[test]
 fn names_in_all_slots_keep_no_invited_vm_from_its_socket_when_a_server_starts() {
     apart("names_in_all_slots_keep_no_invited_vm_from_its_socket_when_a_server_starts", |dir| {
-        let path = dir.join("zone");
-        let config = ZoneConfig::new("served", 16 << 20).backing(Backing::File(path.clone()));
-        let zone = Zone::create(&config).unwrap();
+        let (path, zone) = created(dir);
         let room = Room::of(zone.uuid()).unwrap();
         room.make().unwrap();
         room.invite("web", Rights::READ_WRITE).unwrap();

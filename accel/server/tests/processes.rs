@@ -328,7 +328,7 @@ fn a_server_that_drains_keeps_its_clients_and_its_successor_listens_at_once() {
     let servers = new.ls();
     let seen: Vec<_> = servers.iter().map(|s| (s.pid, s.draining, s.tenants.len())).collect();
     assert_eq!(seen, [(new.child.id(), false, 1), (old.child.id(), true, 1)]);
-    // One that stands still is listed without what it alone knows, and keeps nobody waiting.
+    // A stopped server is listed without its tenants, and the list doesn't wait for it.
     let signal = |number| {
         // SAFETY: numbers.
         assert_eq!(unsafe { libc::kill(old.child.id() as i32, number) }, 0);
@@ -353,15 +353,20 @@ fn a_server_that_drains_keeps_its_clients_and_its_successor_listens_at_once() {
     new.end();
 }
 
-#[test]
-fn a_server_in_a_container_serves_clients_outside_of_it() {
+/// A server that is the first process of its PID namespace, as in a container without an init.
+fn in_container(name: &str) -> Server {
     let mut container = Command::new("unshare");
     if !rustix::process::geteuid().is_root() {
         container.args(["--user", "--map-current-user"]);
     }
     container.args(["--pid", "--fork", "--kill-child", "--mount-proc", env!("CARGO_BIN_EXE_tombolo-accel")]);
     container.env_remove("OCL_ICD_VENDORS");
-    let server = Server::run(container, "container", &[]);
+    Server::run(container, name, &[])
+}
+
+#[test]
+fn a_server_in_a_container_serves_clients_outside_of_it() {
+    let server = in_container("container");
     let client = server.client();
     ping(&client);
     drop(client);
@@ -370,13 +375,7 @@ fn a_server_in_a_container_serves_clients_outside_of_it() {
 
 #[test]
 fn a_server_that_is_the_first_process_of_a_container_ends_when_it_is_asked_to() {
-    let mut container = Command::new("unshare");
-    if !rustix::process::geteuid().is_root() {
-        container.args(["--user", "--map-current-user"]);
-    }
-    container.args(["--pid", "--fork", "--kill-child", "--mount-proc", env!("CARGO_BIN_EXE_tombolo-accel")]);
-    container.env_remove("OCL_ICD_VENDORS");
-    let mut server = Server::run(container, "asked", &[]);
+    let mut server = in_container("asked");
     let unshare = server.child.id();
     let first =
         std::fs::read_to_string(format!("/proc/{unshare}/task/{unshare}/children")).expect("its child");

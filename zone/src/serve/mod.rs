@@ -223,7 +223,6 @@ impl Server {
         if let (Some(vm), Some(process), Some(_)) = (self.listening.get(&id), &process, &liveness) {
             self.room.note(&vm.name, process)?;
         }
-        drop(liveness);
         // Its rights may have changed since the last look.
         let looked = self.look();
         // A process of the host that uses the zone's doorbells, or a VM that comes back with a second device.
@@ -246,6 +245,8 @@ impl Server {
         if let Some(process) = &process {
             self.room.note(&name, process)?;
         }
+        // Held until here, or the look would find a VM dead that has mounted already.
+        drop(liveness);
         let liveness = self.zone.hold_connected(id)?;
         if let Some(process) = &process {
             self.watch(id, process.clone())?;
