@@ -28,9 +28,14 @@ impl Place {
     }
 
     fn run(&self, args: &[&str]) -> Output {
+        self.run_in("run", args)
+    }
+
+    /// Runs a command that looks for sockets and records in another folder.
+    fn run_in(&self, folder: &str, args: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
-        command.args(args).current_dir(self.dir.path()).env("TOMBOLO_ZONES_RUN", self.dir.path().join("run"));
-        command.stdin(Stdio::null()).output().unwrap()
+        command.args(args).current_dir(self.dir.path());
+        command.env("TOMBOLO_ZONES_RUN", self.dir.path().join(folder)).stdin(Stdio::null()).output().unwrap()
     }
 
     fn good(&self, args: &[&str]) -> String {
@@ -97,10 +102,20 @@ struct Vm(Child);
 
 impl Vm {
     fn start(socket: &Path) -> Vm {
-        let script = "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
-                      s.recv(8)\nprint('in', flush=True)\nsys.stdin.read()";
+        Vm::with(socket, None)
+    }
+
+    /// One that has a zone in its memory, as QEMU does.
+    fn mapping(socket: &Path, zone: &Path) -> Vm {
+        Vm::with(socket, Some(zone))
+    }
+
+    fn with(socket: &Path, zone: Option<&Path>) -> Vm {
+        let script = "import mmap, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                      s.recv(8)\nif sys.argv[2:]:\n  f = open(sys.argv[2], 'r+b')\n  m = mmap.mmap(f.fileno(), 0)\n\
+                      print('in', flush=True)\nsys.stdin.read()";
         let mut python = Command::new("python3");
-        python.args(["-c", script]).arg(socket).stdin(Stdio::piped()).stdout(Stdio::piped());
+        python.args(["-c", script]).arg(socket).args(zone).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = python.spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -245,6 +260,88 @@ fn the_files_of_a_vm_whose_server_died_are_neither_repaired_nor_replaced_nor_its
     assert!(place.member("a").is_some_and(|m| m.state == MemberState::Active));
     drop(vm);
     place.good(&["files", "fsck", "-y", "own.zone"]);
+}
+
+/// Whoever asks has neither the record of the VM's process nor the rights to see that process.
+#[test]
+fn a_vm_whose_server_died_lives_for_commands_of_other_users_and_environments() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    place.good(&["files", "snapshot", "own.zone", "image"]);
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    Zone::open(place.zone(), true).unwrap().activate(place.member("a").unwrap().id).unwrap();
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    let before = place.member("a").unwrap();
+    let commands = [
+        &["files", "fsck", "-y", "own.zone"][..],
+        &["files", "mkfs", "--force", "own.zone"],
+        &["files", "restore", "--force", "image", "own.zone"],
+        &["files", "mount", "--member", "a", "own.zone", "."],
+        &["zone", "serve", "own.zone"],
+        &["zone", "rm", "own.zone"],
+    ];
+    for args in commands {
+        let output = place.run_in("other", args);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{args:?}");
+        let who = format!("process {} (python3)", vm.0.id());
+        let refused = ["in the zone already", ": a could", "in use by a;", &who];
+        assert!(refused.iter().any(|words| said.contains(words)), "{said}");
+    }
+    // A container has the record, which names a process of another PID namespace.
+    let mut contained = Command::new("unshare");
+    contained.args(["-rpf", "--mount-proc", env!("CARGO_BIN_EXE_tombolo"), "zone", "rm", "own.zone"]);
+    contained.current_dir(place.dir.path()).env("TOMBOLO_ZONES_RUN", place.dir.path().join("run"));
+    let output = contained.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("may have outlived their server: a"), "{said}");
+    assert_eq!(place.member("a").unwrap(), before);
+    drop(vm);
+    let output = place.run_in("other", commands[0]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vms = ["a", "b"].map(|name| Vm::mapping(&place.invite(name, &[]), &place.zone()));
+    let mount = place.dir.path().join("mnt");
+    std::fs::create_dir(&mount).unwrap();
+    place.good(&["files", "mount", "own.zone", "mnt"]);
+    let zone = Zone::open(place.zone(), true).unwrap();
+    for name in ["a", "b"] {
+        zone.activate(place.member(name).unwrap().id).unwrap();
+    }
+    let [a, b] = vms;
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    drop(a);
+    place.until("it is not declared dead", || place.member("a").unwrap().state == MemberState::Dead);
+    assert_eq!(place.member("b").unwrap().state, MemberState::Active, "it lives");
+    drop(b);
+    place.until("it is not declared dead", || place.member("b").unwrap().state == MemberState::Dead);
+    assert!(Command::new("umount").arg(&mount).status().unwrap().success());
+}
+
+#[test]
+fn a_vm_that_starts_again_at_once_is_not_taken_for_the_one_that_ended() {
+    let place = Place::new();
+    let socket = place.invite("a", &[]);
+    for _ in 0..20 {
+        let vm = Vm::start(&socket);
+        let there = place.member("a").unwrap();
+        assert!(there.alive, "it was let in before it counted as alive");
+        let zone = Zone::open(place.zone(), true).unwrap();
+        let epoch = zone.activate(there.id).unwrap();
+        drop(vm);
+        let again = Vm::start(&socket);
+        // The first one's death is declared before the second one is let in.
+        let there = place.member("a").unwrap();
+        assert!(there.alive && there.state == MemberState::Invited && there.epoch > epoch, "{there:?}");
+        drop(again);
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! The supervisor in trouble: no guests, a stand-in for QEMU (`fake-qemu`).
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 use std::path::Path;
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::stand_in::{said, until};
 use common::{Lab, signal};
+use tombolo_zone::{MemberState, Rights, Role, Zone};
 
 mod common;
 
@@ -320,6 +322,50 @@ fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_alon
     lab.good(&["zone", "attach", "z", "a"]);
     lab.good(&["down"]);
     lab.assert_nothing_left();
+}
+
+/// QEMU is killed with its supervisor, and may take its time to end.
+#[test]
+fn a_vm_that_dies_after_its_supervisor_is_found_dead_by_a_mount_that_stays() {
+    let lab = lab(
+        &[],
+        "zones = { kept = {} }\n[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\nfiles = true\n",
+    );
+    lab.good(&["up"]);
+    let (path, mount) = (lab.dir.path().join("kept.zone"), lab.dir.path().join("mnt"));
+    std::fs::create_dir(&mount).unwrap();
+    lab.good(&["files", "mount", "kept.zone", "mnt"]);
+    let zone = Zone::open(&path, true).unwrap();
+    let of_vm = || zone.members().unwrap().into_iter().find(|m| m.name == "a").unwrap();
+    // The guest's kernel does this when it mounts.
+    zone.activate(of_vm().id).unwrap();
+    let held = descriptor_with_a_lock(qemu(&lab));
+    signal(supervisor(&lab), "KILL");
+    until("the supervisor lives", || !zone.has_owner().unwrap());
+    // The mount finds one that is dead, so it has looked.
+    let (id, liveness) = zone.claim("other", Role::Host, Rights::READ_WRITE).unwrap();
+    drop(zone.join_claimed(id, liveness).unwrap());
+    until("nobody looks for the dead", || zone.member(id).unwrap().state == MemberState::Dead);
+    assert!(of_vm().alive && of_vm().state == MemberState::Active, "{:?}", of_vm());
+    drop(held);
+    until("it is not declared dead", || of_vm().state == MemberState::Dead);
+    assert!(Command::new("umount").arg(&mount).status().unwrap().success());
+    // A project that is up no more.
+    lab.run(&["down"]);
+}
+
+/// Returns a copy of the descriptor by which a process holds a lock: so the process's own one has not been closed yet.
+fn descriptor_with_a_lock(pid: u32) -> OwnedFd {
+    let has_lock = |entry: &std::fs::DirEntry| {
+        std::fs::read_to_string(entry.path()).is_ok_and(|text| text.contains("OFDLCK"))
+    };
+    let all = std::fs::read_dir(format!("/proc/{pid}/fdinfo")).unwrap().map(Result::unwrap);
+    let of = all.filter(has_lock).map(|entry| entry.file_name().to_str().unwrap().parse().unwrap());
+    let [number] = of.collect::<Vec<i32>>()[..] else { panic!("QEMU has no lock, or several") };
+    let process = rustix::process::Pid::from_raw(pid.try_into().unwrap()).unwrap();
+    let process = rustix::process::pidfd_open(process, rustix::process::PidfdFlags::empty()).unwrap();
+    let empty = rustix::process::PidfdGetfdFlags::empty();
+    rustix::process::pidfd_getfd(process, number, empty).unwrap()
 }
 
 #[test]

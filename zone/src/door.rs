@@ -168,7 +168,7 @@ pub fn find_elsewhere(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io:
 }
 
 /// Refuses a /proc that numbers processes otherwise than this process's PID namespace does: a number that is read there is another process here.
-fn check_proc() -> io::Result<()> {
+pub(crate) fn check_proc() -> io::Result<()> {
     let own = std::fs::read_link("/proc/self").ok();
     if own.is_some_and(|own| own.to_str() == Some(&std::process::id().to_string())) {
         return Ok(());

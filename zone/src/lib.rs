@@ -25,6 +25,7 @@
 //! - [`numa`]: the NUMA nodes of a zone's memory.
 //! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
+//! - `writers`: whether any process could write to a zone's file.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 #![deny(missing_docs)]
@@ -44,6 +45,7 @@ pub mod member;
 pub mod numa;
 pub mod pci;
 pub mod serve;
+mod writers;
 pub mod zone;
 
 pub use backing::Backing;

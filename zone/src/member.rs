@@ -146,7 +146,9 @@ pub struct Member {
     pub heartbeat_ns: u64,
     /// Epochs up to this one are recovered.
     pub recovered_epoch: u64,
-    /// A process holds the member's liveness (see [`crate::liveness`]), or it is a VM that lives though its server has died.
+    /// It is a VM whose own process holds its liveness.
+    pub held_by_vm: bool,
+    /// A process holds the member's liveness (see [`crate::liveness`]), or it is a VM of which it is not known that it has ended with its server.
     pub alive: bool,
 }
 
@@ -174,6 +176,7 @@ pub(crate) fn read(mem: &SharedMem, id: MemberId) -> Result<Member> {
         pending: mem.load_u64(field(std::mem::offset_of!(tmb_member, pending)))?,
         heartbeat_ns: mem.load_u64(field(std::mem::offset_of!(tmb_member, heartbeat_ns)))?,
         recovered_epoch: mem.load_u64(field(std::mem::offset_of!(tmb_member, recovered_epoch)))?,
+        held_by_vm: rights & format::TMB_HELD_BY_VM != 0,
         alive: false,
     })
 }

@@ -4,7 +4,6 @@
 use std::fs::File;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,11 +18,11 @@ use crate::liveness::{
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
 use crate::numa::Nodes;
-use crate::serve::room::Room;
 use crate::{Error, Result};
 
 pub mod handover;
 mod ledger;
+mod ownerless;
 mod whole;
 
 use ledger::{Ledger, Tenant};
@@ -210,65 +209,6 @@ impl Zone {
         Self::attach(File::from(fd), writable, "zone received as a file descriptor".to_owned())
     }
 
-    /// Becomes the owner of a zone in a file whose owner and members have ended: it gets a new session, and each member that was active is
-    /// declared dead. [`Error::InUse`]: an owner or a member still lives.
-    pub fn take_over(path: impl AsRef<Path>) -> Result<Zone> {
-        let path = path.as_ref();
-        let mut zone = Self::open(path, true)?;
-        zone.may_write()?;
-        let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
-        let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
-            .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
-        zone.require_at(path)?;
-        // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
-        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
-        // No process holds the liveness of VMs that outlived their server.
-        let outlived = Room::of(zone.uuid())?.vms()?;
-        if !outlived.is_empty() {
-            let names: Vec<String> =
-                outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
-            return Err(in_use(format!("VMs that outlived their server: {}", names.join(", "))));
-        }
-        let alive: Vec<String> = zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect();
-        if !alive.is_empty() {
-            return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))));
-        }
-        if liveness::sessions_held(zone.file.as_fd())? {
-            return Err(in_use("processes that have its semaphores open".to_owned()));
-        }
-        for id in MemberId::all() {
-            zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-            zone.mark_dead(id)?;
-        }
-        zone.header.session = new_session();
-        zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
-        zone.owner = Some(Owner::new(owner)?);
-        Ok(zone)
-    }
-
-    /// Makes sure that the zone is the file at this path still, for a process that holds a byte of it: who removes a zone looks for such ones first.
-    ///
-    /// # Errors
-    /// The file was removed, or another one is there by now.
-    pub fn require_at(&self, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        let failed = |e| Error::io(format!("looking for zone {}", path.display()), e);
-        let there = std::fs::metadata(path).map_err(failed)?;
-        let own = self.file.metadata().map_err(failed)?;
-        if (there.dev(), there.ino()) == (own.dev(), own.ino()) {
-            return Ok(());
-        }
-        Err(failed(std::io::Error::other("another file has taken its place; try again")))
-    }
-
-    /// As [`Self::take_over`], or [`Self::open`] if a process owns the zone or a member lives.
-    pub fn take_over_or_open(path: impl AsRef<Path>) -> Result<Zone> {
-        match Self::take_over(&path) {
-            Err(Error::InUse { .. }) => Self::open(path, true),
-            other => other,
-        }
-    }
-
     fn attach(file: File, writable: bool, label: String) -> Result<Zone> {
         let meta = file.metadata().map_err(|e| Error::io(format!("{label}: asking for its size"), e))?;
         if meta.len() < HEADER_SIZE as u64 {
@@ -380,23 +320,8 @@ impl Zone {
     pub fn member(&self, id: MemberId) -> Result<Member> {
         let alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
         let mut member = self.copy(id, alive)?;
-        if !alive && member.role != Some(Role::Host) {
-            member.alive = is_among(&member, &self.outlived()?);
-        }
+        self.settle(std::slice::from_mut(&mut member))?;
         Ok(member)
-    }
-
-    /// The VMs that live though their server has died: no process holds their slots.
-    fn outlived(&self) -> Result<Vec<String>> {
-        if self.is_owner() {
-            return Ok(Vec::new());
-        }
-        match Room::of(self.uuid()).and_then(|room| room.vms()) {
-            Ok(vms) => Ok(vms.into_iter().map(|(name, _)| name).collect()),
-            // Who only reads does nothing to a member, and may be a user whose environment names another's folder (su).
-            Err(_) if !self.mem.writable() => Ok(Vec::new()),
-            Err(e) => Err(e),
-        }
     }
 
     fn copy(&self, id: MemberId, alive: bool) -> Result<Member> {
@@ -416,8 +341,7 @@ impl Zone {
 
     fn slots(&self) -> Result<Vec<Member>> {
         let mut slots = self.slots_held()?;
-        let outlived = self.outlived()?;
-        slots.iter_mut().for_each(|slot| slot.alive = slot.alive || is_among(slot, &outlived));
+        self.settle(&mut slots)?;
         Ok(slots)
     }
 
@@ -632,25 +556,8 @@ impl Zone {
 
     /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
-        self.hold_if_free(id)?.ok_or_else(|| self.refuse_second(id))
-    }
-
-    /// As [`Self::hold`], for a VM that the server has let in. A process that began to keep members out since then doesn't make it fail.
-    pub(crate) fn hold_connected(&self, id: MemberId) -> Result<Liveness> {
         let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
-        held.ok_or_else(|| self.refuse_second(id))
-    }
-
-    fn refuse_second(&self, id: MemberId) -> Error {
-        self.refuse_id(id, "another process is this member".to_owned())
-    }
-
-    /// As [`Self::hold`]; `None`: a process holds the member alive.
-    pub(crate) fn hold_if_free(&self, id: MemberId) -> Result<Option<Liveness>> {
-        let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
-        if held.is_none() {
-            return Ok(None);
-        }
+        let held = held.ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))?;
         // After the own byte: who keeps members out takes these two in the other order.
         if liveness::is_held(self.file.as_fd(), REPAIR_BYTE)? {
             return Err(self.refuse_id(
@@ -660,6 +567,14 @@ impl Zone {
             ));
         }
         Ok(held)
+    }
+
+    /// Tells others that the process of a VM has a copy of the descriptor by which the VM's slot is held, since it was started: without an owner they then
+    /// know the VM's death by the slot that nobody holds. The next member of the slot is not said to have one.
+    pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
+        let there = member::read(&self.mem, id)?;
+        let at = id.at(offset_of!(tmb_member, rights));
+        self.mem.store_u32(at, there.rights.raw() | format::TMB_HELD_BY_VM)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
@@ -707,24 +622,6 @@ impl Zone {
                 if owner.ledger.with(member.id, |entry| entry.tenant.take_if(|t| t.lived).is_some()) {
                     owner.tell(member.id)?;
                 }
-            }
-        }
-        Ok(dead)
-    }
-
-    /// As [`Self::reap`], by a member: does it in place of an owner if none lives. Of VMs only an owner knows whether they live, so these it leaves.
-    pub fn reap_without_owner(&self) -> Result<Vec<MemberId>> {
-        let no_owner_comes = Own::try_hold(self.file.as_fd(), OWNER_BYTE)?;
-        if !self.is_owner() && no_owner_comes.is_none() {
-            return Ok(Vec::new());
-        }
-        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
-        let mut dead = Vec::new();
-        // Without the records of VMs: another user may have made their folder, and must not keep the dead from being found.
-        for member in self.slots_held()? {
-            let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
-            if !member.alive && ended && member.role == Some(Role::Host) && self.bury(member.id)? {
-                dead.push(member.id);
             }
         }
         Ok(dead)
@@ -917,11 +814,6 @@ impl AsFd for Zone {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
-}
-
-/// Returns whether a slot is that of one of these VMs. A process of the host may have a VM's name.
-fn is_among(slot: &Member, vms: &[String]) -> bool {
-    slot.role != Some(Role::Host) && vms.contains(&slot.name)
 }
 
 fn now_ns() -> u64 {

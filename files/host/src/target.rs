@@ -285,12 +285,16 @@ impl Target {
             file.read_exact(&mut magic).with_context(|| format!("reading {}", path.display()))?;
         }
         let kind = if u64::from_le_bytes(magic) == sys::TMB_ZONE_MAGIC {
+            // Who takes a zone over finds out whether others have it open for writing.
+            drop(file);
             let zone =
                 Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });
             let area = zone.area(AreaType::Files, area)?;
-            let regular =
-                rustix::fs::fstatfs(&file).is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
-            Kind::Zone { zone, area, file: regular.then(|| file.into()), inside: false }
+            let memory = zone.as_fd().try_clone_to_owned()?;
+            let is_regular = rustix::fs::fstatfs(&memory)
+                .is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
+            let file = is_regular.then_some(memory);
+            Kind::Zone { zone, area, file, inside: false }
         } else {
             if len < 4096 {
                 bail!("{}: {len} bytes are too few for a file system or a zone", path.display());

@@ -315,7 +315,7 @@ mod tests {
     fn invitation(read_only: bool) -> Invitation {
         let (doorbell, _) = UnixStream::pair().unwrap();
         let memory = crate::child::memory_file("zone", b"x").unwrap();
-        Invitation { memory, size: 1 << 20, read_only, doorbell }
+        Invitation { memory, size: 1 << 20, read_only, doorbell, liveness: None }
     }
 
     #[test]

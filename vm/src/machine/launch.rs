@@ -81,12 +81,11 @@ fn zone_devices(start: &mut Start<'_>, inherited: &mut Inherited) -> Vec<ZoneDev
         mem::take(&mut start.accelerators).into_iter().map(|(name, i)| (format!("accel.{name}"), i));
     zones
         .chain(accelerators)
-        .map(|(name, Invitation { memory, size, read_only, doorbell })| ZoneDevice {
-            name,
-            memory: inherited.add(memory),
-            size,
-            read_only,
-            doorbell: inherited.add(doorbell),
+        .map(|(name, Invitation { memory, size, read_only, doorbell, liveness })| {
+            // QEMU only holds it.
+            inherited.0.extend(liveness);
+            let (memory, doorbell) = (inherited.add(memory), inherited.add(doorbell));
+            ZoneDevice { name, memory, size, read_only, doorbell }
         })
         .collect()
 }

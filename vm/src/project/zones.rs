@@ -43,8 +43,8 @@ pub struct HostZone {
 #[derive(Debug)]
 struct Held {
     id: MemberId,
-    /// Let go after the member's death has been declared.
-    liveness: Liveness,
+    /// Let go after the member's death has been declared. `None`: its QEMU alone holds it.
+    liveness: Option<Liveness>,
 }
 
 /// The state of a zone that goes over to the next program.
@@ -54,7 +54,7 @@ pub struct HostZoneState {
     spec: ZoneSpec,
     zone: ZoneMemory,
     bells: ServerState,
-    members: Vec<(String, MemberId, Kept)>,
+    members: Vec<(String, MemberId, Option<Kept>)>,
 }
 
 /// The descriptors by which a VM becomes a member.
@@ -68,6 +68,8 @@ pub struct Invitation {
     pub read_only: bool,
     /// A connection to the zone's doorbell server.
     pub doorbell: UnixStream,
+    /// Holds the member alive as long as QEMU has it.
+    pub liveness: Option<OwnedFd>,
 }
 
 impl HostZone {
@@ -147,7 +149,9 @@ impl HostZone {
     pub fn hand_over(&self, keep: &mut Keep) -> anyhow::Result<(HostZoneState, Paused)> {
         let (bells, paused) = self.bells.pause(keep)?;
         let members = self.lock();
-        let members = members.iter().map(|(name, held)| (name.clone(), held.id, keep.add(&held.liveness)));
+        let members = members.iter().map(|(name, held)| {
+            (name.clone(), held.id, held.liveness.as_ref().map(|liveness| keep.add(liveness)))
+        });
         let members = members.collect();
         let zone = ZoneMemory::of(&self.zone, keep);
         Ok((HostZoneState { name: self.name.clone(), spec: self.spec.clone(), zone, bells, members }, paused))
@@ -162,8 +166,13 @@ impl HostZone {
         let zone = Arc::new(zone.resume()?);
         let mut members = BTreeMap::new();
         for (member, id, liveness) in left {
-            // A lock whose descriptor is gone is free, and is taken anew.
-            let liveness = liveness.take().map(Liveness::resume).or_else(|_| zone.hold(id))?;
+            let liveness = match liveness.map(Kept::take) {
+                Some(Ok(fd)) => Some(Liveness::resume(fd)),
+                // Its QEMU has the lock, too.
+                _ if zone.member(id)?.held_by_vm => None,
+                // A lock whose descriptor is gone is free, and is taken anew.
+                _ => Some(zone.hold(id)?),
+            };
             members.insert(member, Held { id, liveness });
         }
         let (bells, events, lost) = DoorbellServer::resume(zone.clone(), bells)?;
@@ -234,14 +243,34 @@ impl HostZone {
         }
         let memory =
             if read_only { self.zone.read_only_fd()? } else { self.zone.as_fd().try_clone_to_owned()? };
-        self.lock().insert(member.to_owned(), Held { id, liveness });
+        self.lock().insert(member.to_owned(), Held { id, liveness: Some(liveness) });
         if self.spec.files {
             if let Err(e) = self.grant(member, zone_use) {
                 self.gone(member);
                 return Err(e.context(format!("vm.{member}")));
             }
         }
-        Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell })
+        Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell, liveness: None })
+    }
+
+    /// As [`Self::invite`], for a VM whose QEMU is to be started and inherits the descriptor by which it is held: if this process is killed, the zone's other
+    /// members know when the VM has ended.
+    ///
+    /// # Errors
+    /// Those of [`Self::invite`].
+    pub fn invite_before_start(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<Invitation> {
+        let invitation = self.invite(member, zone_use)?;
+        let copied = self.copy_liveness(member);
+        let liveness = copied.inspect_err(|_| self.gone(member))?;
+        Ok(Invitation { liveness, ..invitation })
+    }
+
+    fn copy_liveness(&self, member: &str) -> anyhow::Result<Option<OwnedFd>> {
+        let members = self.lock();
+        let Some(Held { id, liveness: Some(liveness) }) = members.get(member) else { return Ok(None) };
+        let copy = liveness.as_fd().try_clone_to_owned()?;
+        self.zone.tell_held_by_vm(*id)?;
+        Ok(Some(copy))
     }
 
     /// Grants limits and a subtree, or takes back the grant of the member that had the slot before.

@@ -22,7 +22,7 @@ pub mod server;
 pub mod wire;
 
 pub use client::Bell;
-pub use server::{DoorbellServer, Event};
+pub use server::{DoorbellServer, Event, Knock};
 
 /// Interrupt vectors of a doorbell device: `-device ivshmem-doorbell,vectors=1`.
 pub const VECTORS: usize = 1;

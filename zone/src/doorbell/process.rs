@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// A process of this host that has connected, held by a pidfd: its number can't come to mean another process.
@@ -58,6 +59,33 @@ impl Process {
     pub fn has_ended(&self) -> bool {
         ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
     }
+}
+
+/// The namespaces by which number and start of a process are to be read, in the kernel's words. `None`: /proc shows those of other ones.
+pub fn namespaces() -> Option<String> {
+    crate::door::check_proc().ok()?;
+    let link = |name: &str| std::fs::read_link(format!("/proc/self/ns/{name}")).ok();
+    let pid = link("pid")?;
+    // Start times are shifted in a time namespace; a kernel that has none shifts none.
+    let time = link("time").unwrap_or_default();
+    Some(format!("{} {}", pid.display(), time.display()))
+}
+
+/// Returns whether the process lives that had this number and this start in this process's namespaces; `None`: this process can't tell.
+pub fn lives(number: u32, start: u64) -> Option<bool> {
+    let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
+    let fd = match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(fd) => fd,
+        // No process's number, or by now that of a thread.
+        Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Some(false),
+        Err(_) => return None,
+    };
+    // A process that has ended and waits for its parent: whichever it was.
+    if ready(fd.as_fd(), PollFlags::IN, 0)? {
+        return Some(false);
+    }
+    let now = started(number)?;
+    Some(now == start)
 }
 
 /// Returns the start time of the process with this number; `None`: there is none.

@@ -25,7 +25,7 @@ use super::process::Process;
 use super::{VECTORS, host, wire};
 use crate::door::{Door, DoorState};
 use crate::keep::Keep;
-use crate::{Error, Liveness, MemberId, Result, Role, Zone};
+use crate::{Error, Member, MemberId, Result, Role, Zone};
 
 /// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
 const MAX_BACKLOG: usize = 1024;
@@ -36,8 +36,22 @@ const MAX_UNNAMED: usize = 16;
 /// the next accept would fail at once.
 const RECOVERY: Duration = Duration::from_millis(200);
 
+/// A process that waits to be let in.
+#[derive(Debug)]
+pub struct Knock {
+    member: MemberId,
+    stream: Brief<UnixStream>,
+}
+
+impl Knock {
+    /// The process. `None`: the kernel can't tell which one it is, or it has ended.
+    pub fn process(&self) -> Option<Process> {
+        Process::of(&self.stream)
+    }
+}
+
 /// A report of the server to the zone's owner.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum Event {
     /// A member's doorbell is connected; the member's slot has the peer id already.
     Joined {
@@ -45,10 +59,13 @@ pub enum Event {
         member: MemberId,
         /// Its ivshmem peer id.
         peer: u16,
-        /// The process that connected to the member's socket. `None`: the owner connected it ([`DoorbellServer::connect`]), or the kernel can't tell.
-        process: Option<Process>,
-        /// Holds the member alive. `None`: another process, its owner say, did so when it connected, or the owner connected it.
-        liveness: Option<Arc<Liveness>>,
+    },
+    /// A process has connected to a socket of [`DoorbellServer::listen_at_the_door`], and waits.
+    Knocked {
+        /// The member whose socket it is.
+        member: MemberId,
+        /// Lets it in ([`DoorbellServer::let_in`]). Dropping it refuses it.
+        guest: Knock,
     },
     /// A member's doorbell is gone: its QEMU ended, or the device was unplugged. The member's slot has no peer id any more.
     Left {
@@ -57,6 +74,13 @@ pub enum Event {
         /// The peer id that it had. Peer ids are not used twice.
         peer: u16,
         /// The reason: closed, sent garbage, did not read …
+        why: String,
+    },
+    /// A process that the owner has let in, or connected, did not get a doorbell.
+    NotJoined {
+        /// The slot that the doorbell would have belonged to.
+        member: MemberId,
+        /// Why.
         why: String,
     },
     /// A connection was refused.
@@ -73,6 +97,7 @@ enum Command {
         member: MemberId,
         listener: Brief<UnixListener>,
         name: Name,
+        knock: bool,
     },
     Adopt {
         member: MemberId,
@@ -159,11 +184,24 @@ impl DoorbellServer {
     /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device ivshmem-doorbell,chardev=bell,vectors=1`). Replaces a socket
     /// file at which no process listens. Only the owner may connect to the socket; the permissions of the caller's directory restrict it further.
     pub fn listen(&self, member: MemberId, path: impl AsRef<Path>) -> Result<()> {
+        self.listen_with(member, path.as_ref(), false)
+    }
+
+    /// As [`Self::listen`]; who connects waits until the owner, told by [`Event::Knocked`], lets it in.
+    pub fn listen_at_the_door(&self, member: MemberId, path: impl AsRef<Path>) -> Result<()> {
+        self.listen_with(member, path.as_ref(), true)
+    }
+
+    /// Lets a process in that has knocked.
+    pub fn let_in(&self, knock: Knock) -> Result<()> {
+        self.command(Command::Adopt { member: knock.member, stream: knock.stream })
+    }
+
+    fn listen_with(&self, member: MemberId, path: &Path, knock: bool) -> Result<()> {
         let failed = |e| Error::io("making a doorbell socket", e);
-        let (listener, name) =
-            tombolo_listen::listen(path.as_ref(), Some(0o600)).map_err(|e| failed(e.into()))?;
+        let (listener, name) = tombolo_listen::listen(path, Some(0o600)).map_err(|e| failed(e.into()))?;
         listener.set_nonblocking(true).map_err(failed)?;
-        self.command(Command::Listen { member, listener: listener.into(), name })
+        self.command(Command::Listen { member, listener: listener.into(), name, knock })
     }
 
     /// Ends a member's socket and connection.
@@ -251,6 +289,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Listening {
     listener: Brief<UnixListener>,
     name: Name,
+    /// The owner lets in who connects.
+    knock: bool,
     allowance: Allowance,
 }
 
@@ -307,14 +347,18 @@ impl Work {
             }
             while let Ok(command) = self.commands.try_recv() {
                 match command {
-                    Command::Listen { member, listener, name } => {
+                    Command::Listen { member, listener, name, knock } => {
                         let listening =
-                            Listening { listener, name, allowance: Allowance::new(Instant::now()) };
+                            Listening { listener, name, knock, allowance: Allowance::new(Instant::now()) };
                         if let Some(old) = self.listeners.insert(member, listening) {
                             old.forget();
                         }
                     }
-                    Command::Adopt { member, stream } => self.join(member, stream, None, None),
+                    Command::Adopt { member, stream } => {
+                        if let Err(why) = self.join(member, stream) {
+                            self.tell(Event::NotJoined { member, why });
+                        }
+                    }
                     Command::Unlisten { member } => {
                         if let Some(old) = self.listeners.remove(&member) {
                             old.forget();
@@ -398,13 +442,17 @@ impl Work {
             return;
         }
         match host::member_of(&stream) {
-            Ok(member) => match self.zone.members() {
-                Ok(all) if all.iter().any(|m| m.id == member && m.alive && m.role == Some(Role::Host)) => {
-                    self.join(member, stream, None, None);
+            Ok(member) => {
+                let is_it = |m: &Member| m.id == member && m.alive && m.role == Some(Role::Host);
+                let done = match self.zone.members() {
+                    Ok(all) if all.iter().any(is_it) => self.join(member, stream),
+                    Ok(_) => Err("it is no live member of the host".to_owned()),
+                    Err(e) => Err(e.to_string()),
+                };
+                if let Err(why) = done {
+                    self.refuse(Some(member), why);
                 }
-                Ok(_) => self.refuse(Some(member), "it is no live member of the host".to_owned()),
-                Err(e) => self.refuse(Some(member), e.to_string()),
-            },
+            }
             Err(e) => self.refuse(None, format!("at the socket for host processes: {e}")),
         }
     }
@@ -431,51 +479,42 @@ impl Work {
             self.refuse(Some(member), why);
             return;
         }
-        // Before it is answered: a VM that nobody holds alive yet has a zone that may be repaired, and goes without an answer while it is.
-        match self.zone.hold_if_free(member) {
-            Ok(liveness) => {
-                let process = Process::of(&stream);
-                self.join(member, stream, process, liveness.map(Arc::new));
+        let knock = listening.knock;
+        let done = self.require_alone(member).and_then(|()| {
+            if !knock {
+                return self.join(member, stream);
             }
-            Err(e) => self.refuse(Some(member), e.to_string()),
+            self.tell(Event::Knocked { member, guest: Knock { member, stream } });
+            Ok(())
+        });
+        if let Err(why) = done {
+            self.refuse(Some(member), why);
+        }
+    }
+
+    /// Refuses a second connection of a member. An earlier one may have been closed a moment ago; the owner hears so first.
+    fn require_alone(&mut self, member: MemberId) -> std::result::Result<(), String> {
+        for peer in self.peers_of(member) {
+            self.serve(peer);
+        }
+        match self.peers_of(member).first() {
+            Some(peer) => Err(format!("the member is connected already, as peer {peer}")),
+            None => Ok(()),
         }
     }
 
     /// Gives a connection its peer id and announces it to all clients.
-    fn join(
-        &mut self,
-        member: MemberId,
-        stream: Brief<UnixStream>,
-        process: Option<Process>,
-        liveness: Option<Arc<Liveness>>,
-    ) {
-        // The member's earlier connection may have been closed a moment ago, so it is checked before this one is refused.
-        for peer in self.peers_of(member) {
-            self.serve(peer);
-        }
-        if let Some(peer) = self.peers_of(member).first() {
-            self.refuse(Some(member), format!("the member is connected already, as peer {peer}"));
-            return;
-        }
-        let Some(peer) = self.next_peer else {
-            self.refuse(Some(member), "all 65536 peer ids were used; restart the zone".to_owned());
-            return;
-        };
-        if let Err(error) = self.introduce(member, peer, stream, process, liveness) {
+    fn join(&mut self, member: MemberId, stream: Brief<UnixStream>) -> std::result::Result<(), String> {
+        self.require_alone(member)?;
+        let peer = self.next_peer.ok_or("all 65536 peer ids were used; restart the zone")?;
+        self.introduce(member, peer, stream).map_err(|error| {
             self.clients.remove(&peer);
             lock(&self.bells).remove(&peer);
-            self.refuse(Some(member), error.to_string());
-        }
+            error.to_string()
+        })
     }
 
-    fn introduce(
-        &mut self,
-        member: MemberId,
-        peer: u16,
-        stream: Brief<UnixStream>,
-        process: Option<Process>,
-        liveness: Option<Arc<Liveness>>,
-    ) -> Result<()> {
+    fn introduce(&mut self, member: MemberId, peer: u16, stream: Brief<UnixStream>) -> Result<()> {
         stream.set_nonblocking(true).map_err(|e| Error::io("a doorbell connection", e))?;
         let vectors: Vec<Arc<OwnedFd>> =
             (0..VECTORS).map(|_| wire::eventfd().map(Arc::new)).collect::<Result<_>>()?;
@@ -506,7 +545,7 @@ impl Work {
                 self.send(other, i64::from(peer), Some(Arc::clone(vector)));
             }
         }
-        self.tell(Event::Joined { member, peer, process, liveness });
+        self.tell(Event::Joined { member, peer });
         self.flush(peer);
         Ok(())
     }

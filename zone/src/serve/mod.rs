@@ -24,7 +24,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use crate::doorbell::process::Process;
-use crate::doorbell::{DoorbellServer, Event};
+use crate::doorbell::{DoorbellServer, Event, Knock};
 use crate::{Error, Liveness, MemberId, MemberState, Result, Rights, Role, Zone};
 use room::Room;
 
@@ -186,7 +186,7 @@ impl Server {
     fn open(&mut self, name: String, rights: Rights) -> Result<()> {
         let id = self.zone.invite(&name, Role::Vm, rights)?;
         let socket = self.room.socket(&name);
-        self.bells.listen(id, &socket)?;
+        self.bells.listen_at_the_door(id, &socket)?;
         access::give(&socket)?;
         self.listening.insert(id, Invited { name, rights });
         Ok(())
@@ -194,15 +194,20 @@ impl Server {
 
     fn hear(&mut self, event: Event, say: &mut dyn FnMut(String)) -> Result<()> {
         match event {
-            Event::Joined { member, process, liveness, .. } => {
-                self.joined(member, process, liveness, say)?;
-            }
+            Event::Knocked { member, guest } => self.knocked(member, guest, say)?,
+            Event::Joined { .. } => {}
             // A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end.
             Event::Left { member, why, .. } => match self.guests.get(&member) {
                 Some(Guest { process: None, .. }) => self.end_guest(member, say)?,
                 Some(_) => say(format!("{}: its doorbell is gone: {why}", self.name(member))),
                 None => {}
             },
+            Event::NotJoined { member, why } => {
+                say(format!("{}: it got no doorbell: {why}", self.name(member)));
+                if self.guests.get(&member).is_some_and(|guest| guest.process.is_none()) {
+                    self.end_guest(member, say)?;
+                }
+            }
             Event::Refused { member, why } => {
                 let who = member.map_or_else(|| "an unknown process".to_owned(), |id| self.name(id));
                 say(format!("{who}: refused: {why}"));
@@ -211,55 +216,57 @@ impl Server {
         Ok(())
     }
 
-    fn joined(
-        &mut self,
-        id: MemberId,
-        process: Option<Process>,
-        liveness: Option<Arc<Liveness>>,
-        say: &mut dyn FnMut(String),
-    ) -> Result<()> {
-        // The record first, then the lock that the newcomer was let in with: who looks for members finds one of the two. Other VMs that a look has
-        // trouble with do not keep this one out.
-        if let (Some(vm), Some(process), Some(_)) = (self.listening.get(&id), &process, &liveness) {
-            self.room.note(&vm.name, process)?;
-        }
-        // Its rights may have changed since the last look.
+    /// A process stands at a VM's socket.
+    fn knocked(&mut self, id: MemberId, knock: Knock, say: &mut dyn FnMut(String)) -> Result<()> {
+        // Its rights may have changed since the last look. Other VMs that a look has trouble with do not keep this one out.
         let looked = self.look();
-        // A process of the host that uses the zone's doorbells, or a VM that comes back with a second device.
         let Some(Invited { name, rights }) = self.listening.get(&id) else { return looked };
         let (name, rights) = (name.clone(), *rights);
+        let process = knock.process();
         if let Some(there) = self.guests.get(&id) {
-            if there.process == process {
+            if process.is_some() && there.process == process {
+                // A VM that comes back with a second device.
+                self.bells.let_in(knock)?;
                 return looked;
             }
-            // Two processes claim one VM: the first has not ended.
-            if there.process.as_ref().is_some_and(|p| !p.has_ended()) {
-                say(format!(
-                    "{name}: another process has its doorbell while its own lives; end one of the two"
-                ));
+            // One that is not known has not ended: that would have been heard first.
+            if there.process.as_ref().is_none_or(|p| !p.has_ended()) {
+                say(format!("{name}: refused: another process is this VM and lives; end one of the two"));
                 return looked;
             }
             self.end_guest(id, say)?;
         }
-        // Before the member is seen alive: if this server dies, the next command and the next server find the VM by its record.
-        if let Some(process) = &process {
-            self.room.note(&name, process)?;
+        match self.admit(id, &name, rights, process.as_ref()) {
+            Ok(liveness) => {
+                let number = process
+                    .as_ref()
+                    .map_or_else(|| "of another namespace".to_owned(), |p| p.id().to_string());
+                self.guests.insert(id, Guest { process, _liveness: liveness });
+                self.bells.let_in(knock)?;
+                say(format!("{name}: connected, process {number}"));
+            }
+            Err(e) => say(format!("{name}: refused: {e}")),
         }
-        // Held until here, or the look would find a VM dead that has mounted already.
-        drop(liveness);
-        let liveness = self.zone.hold_connected(id)?;
-        if let Some(process) = &process {
-            self.watch(id, process.clone())?;
+        looked
+    }
+
+    /// Makes a VM count as alive, before it gets an answer. It gets none while the zone is repaired. If this server dies, the next command and the next server
+    /// find the VM by its record.
+    fn admit(&self, id: MemberId, name: &str, rights: Rights, process: Option<&Process>) -> Result<Liveness> {
+        let liveness = self.zone.hold(id)?;
+        match process {
+            Some(process) => {
+                self.room.note(name, process)?;
+                self.watch(id, process.clone())?;
+            }
+            // No record of a former one is left.
+            None => self.room.forget(name)?,
         }
         if !rights.write {
             // It can't write to its slot, so the server marks it active.
             self.zone.activate(id)?;
         }
-        let number =
-            process.as_ref().map_or_else(|| "of another namespace".to_owned(), |p| p.id().to_string());
-        say(format!("{name}: connected, process {number}"));
-        self.guests.insert(id, Guest { process, _liveness: liveness });
-        looked
+        Ok(liveness)
     }
 
     /// Starts a thread that waits for a process's end.

@@ -12,11 +12,13 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use crate::doorbell::process::{Process, started};
+use crate::doorbell::process::{self, Process, started};
 use crate::{Error, Result, Rights};
 
 /// The server's own record.
 const SERVER: &str = "server.process";
+/// What a VM's name has behind it in the name of the record of its process.
+const RECORD: &str = ".vm";
 /// The file that an invitation locks.
 const INVITING: &str = "inviting";
 
@@ -168,7 +170,13 @@ impl Room {
     }
 
     fn record(&self, member: &str) -> PathBuf {
-        self.0.join(format!("{member}.vm"))
+        self.0.join(format!("{member}{RECORD}"))
+    }
+
+    /// The file that says in which namespaces a VM's record is to be read. An earlier release knows the record alone; one that it has written is not
+    /// the one that this file repeats.
+    fn namespaces(&self, member: &str) -> PathBuf {
+        self.0.join(format!("{member}.namespaces"))
     }
 
     /// Records a VM's process.
@@ -176,9 +184,14 @@ impl Room {
     /// # Errors
     /// Those of the file system.
     pub fn note(&self, member: &str, process: &Process) -> Result<()> {
-        let path = self.record(member);
-        write(&path, process.id(), Some(process.started()))
-            .map_err(|e| Error::io(format!("writing {}", path.display()), e))
+        let written = |path: PathBuf, text: &str| {
+            replace(&path, text).map_err(|e| Error::io(format!("writing {}", path.display()), e))
+        };
+        let record = line(process.id(), Some(process.started()));
+        if let Some(namespaces) = process::namespaces() {
+            written(self.namespaces(member), &format!("{record} {namespaces}"))?;
+        }
+        written(self.record(member), &record)
     }
 
     /// Forgets a VM's process.
@@ -186,7 +199,31 @@ impl Room {
     /// # Errors
     /// Those of the file system.
     pub fn forget(&self, member: &str) -> Result<()> {
-        remove(&self.record(member))
+        remove(&self.record(member))?;
+        remove(&self.namespaces(member))
+    }
+
+    /// Forgets the processes of all VMs.
+    ///
+    /// # Errors
+    /// The folder can't be read, and those of the file system.
+    pub fn forget_all(&self) -> Result<()> {
+        self.entries()?.iter().filter_map(|path| member_of(path)).try_for_each(|member| self.forget(member))
+    }
+
+    /// Returns whether the recorded process of a VM lives. `None`: no record tells.
+    pub fn lives(&self, member: &str) -> Option<bool> {
+        let path = self.record(member);
+        if living(&path).is_some() {
+            return Some(true);
+        }
+        let record = std::fs::read_to_string(path).ok()?;
+        let there = std::fs::read_to_string(self.namespaces(member)).ok()?;
+        if there.trim() != format!("{} {}", record.trim(), process::namespaces()?) {
+            return None;
+        }
+        let (number, start) = record.trim().split_once(' ')?;
+        process::lives(number.parse().ok()?, start.parse().ok()?)
     }
 
     /// Records this process as the zone's server.
@@ -195,7 +232,8 @@ impl Room {
     /// Those of the file system.
     pub fn note_server(&self) -> Result<()> {
         let (path, own) = (self.0.join(SERVER), std::process::id());
-        write(&path, own, started(own)).map_err(|e| Error::io(format!("writing {}", path.display()), e))
+        replace(&path, &line(own, started(own)))
+            .map_err(|e| Error::io(format!("writing {}", path.display()), e))
     }
 
     /// Returns the process of the zone's server, if it lives.
@@ -211,8 +249,7 @@ impl Room {
         check(&self.0)?;
         let mut found = Vec::new();
         for path in self.entries()? {
-            let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".vm"));
-            if let (Some(name), Some(pid)) = (name, living(&path)) {
+            if let (Some(name), Some(pid)) = (member_of(&path), living(&path)) {
                 found.push((name.to_owned(), pid));
             }
         }
@@ -221,9 +258,14 @@ impl Room {
     }
 }
 
-/// Writes number and start of a process.
-fn write(path: &Path, pid: u32, started: Option<u64>) -> io::Result<()> {
-    replace(path, &format!("{pid} {}", started.unwrap_or(0)))
+/// Number and start of a process.
+fn line(pid: u32, started: Option<u64>) -> String {
+    format!("{pid} {}", started.unwrap_or(0))
+}
+
+/// The VM whose record a file is.
+fn member_of(path: &Path) -> Option<&str> {
+    path.file_name()?.to_str()?.strip_suffix(RECORD)
 }
 
 /// Removes a file that may be missing.
@@ -301,8 +343,8 @@ mod tests {
         assert!(room.turn().unwrap().is_some());
         // The same number with another start is another process.
         let own = std::process::id();
-        write(&room.record("old"), own, started(own).map(|s| s - 1)).unwrap();
-        write(&room.record("new"), own, started(own)).unwrap();
+        replace(&room.record("old"), &line(own, started(own).map(|s| s - 1))).unwrap();
+        replace(&room.record("new"), &line(own, started(own))).unwrap();
         assert_eq!(room.vms().unwrap(), [("new".to_owned(), own)]);
         room.forget("new").unwrap();
         room.forget("new").unwrap();

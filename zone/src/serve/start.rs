@@ -22,9 +22,9 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// The zone is a running project's, the VM is in it with other rights, or no server starts.
 pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
-    let zone = Zone::open(&path, true)?;
-    let room = Room::of(zone.uuid())?;
+    let room = Room::of(Zone::open(&path, false)?.uuid())?;
     let _turn = turn(&room, &path)?;
+    let zone = Zone::open(&path, true)?;
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
     if zone.has_owner()? && room.server().is_none() {
         bail!(
@@ -37,8 +37,7 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         Some(there)
             if there.rights == rights && there.role == Some(Role::Vm) && there.state != MemberState::Dead => {
         }
-        // A VM that has outlived its server is alive, too.
-        Some(there) if there.alive || room.vms()?.iter().any(|(name, _)| name == member) => bail!(
+        Some(there) if there.alive => bail!(
             "{}: '{member}' is in the zone already, and its rights can't change while it is: stop it first",
             path.display()
         ),
@@ -46,16 +45,11 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     }
     room.invite(member, rights)?;
     let socket = room.socket(member);
+    let (name, uuid, size) = (zone.name().to_owned(), zone.uuid(), zone.size());
+    // A server does not take a zone over that other processes could write to, if VMs may have outlived an earlier one.
+    drop(zone);
     serve(&path, &room, &socket, program)?;
-    Ok(Invitation {
-        member: member.to_owned(),
-        rights,
-        zone: zone.name().to_owned(),
-        uuid: zone.uuid(),
-        path,
-        size: zone.size(),
-        socket,
-    })
+    Ok(Invitation { member: member.to_owned(), rights, zone: name, uuid, path, size, socket })
 }
 
 /// Waits until no other process invites a VM to the zone: a server that one of them has just started owns the zone before it is known as its server.

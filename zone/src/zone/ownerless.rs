@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A zone without an owner: which VMs live, and how a process becomes its owner.
+//!
+//! The owner of a zone holds the slots of VMs that it does not start. When it is killed, the kernel drops these locks and the VMs live on, with the whole
+//! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the record of its process,
+//! where it is of this process's namespaces ([`Room::lives`]); the VM's own process, where that is what held the slot; or the kernel, if no process has the zone
+//! open for writing ([`Writers`]). The last two don't depend on the user, the environment and the namespaces of who asks.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::{Owner, Zone, new_session};
+use crate::format::{tmb_member, tmb_zone_header};
+use crate::liveness::{self, OWNER_BYTE, Own, PROMISES_BYTE, TABLE_BYTE};
+use crate::member::{Member, MemberId, MemberState, Role};
+use crate::serve::room::Room;
+use crate::writers::{self, Writers};
+use crate::{Error, Result};
+
+/// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example.
+const OTHERS: Duration = Duration::from_secs(2);
+
+/// What keeps a process from becoming the owner.
+enum Hindrance {
+    /// VMs that may live: nothing says that they have ended, and other processes have the zone open.
+    Doubt(Vec<String>, Writers),
+    Other(Error),
+}
+
+impl From<Error> for Hindrance {
+    fn from(error: Error) -> Hindrance {
+        Hindrance::Other(error)
+    }
+}
+
+impl Zone {
+    /// Becomes the owner of a zone in a file whose owner and members have ended: it gets a new session, and each member that was active is
+    /// declared dead. [`Error::InUse`]: an owner or a member still lives, or a VM may.
+    pub fn take_over(path: impl AsRef<Path>) -> Result<Zone> {
+        let path = path.as_ref();
+        let began = Instant::now();
+        loop {
+            match Self::try_take_over(path) {
+                Ok(zone) => return Ok(zone),
+                Err(Hindrance::Other(error)) => return Err(error),
+                Err(Hindrance::Doubt(_, Writers::Some)) if began.elapsed() < OTHERS => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                Err(Hindrance::Doubt(vms, writers)) => {
+                    let why = match writers {
+                        Writers::Unknown => {
+                            "only the user whose file it is, and root, can find out whether they live"
+                                .to_owned()
+                        }
+                        _ => format!("open for writing in {}", writers::names(path)),
+                    };
+                    let by = format!("VMs that may have outlived their server: {} ({why})", vms.join(", "));
+                    return Err(Error::InUse { zone: path.display().to_string(), by });
+                }
+            }
+        }
+    }
+
+    fn try_take_over(path: &Path) -> std::result::Result<Zone, Hindrance> {
+        // Before this process is one that has the zone open for writing.
+        let before = Self::open(path, false)?;
+        let doubted = before.doubted(&mut before.slots_held()?)?;
+        let mut writers = if doubted.is_empty() { Writers::Some } else { writers::look(&before.file) };
+        let mut zone = Self::open(path, true)?;
+        zone.may_write()?;
+        let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
+        let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
+            .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
+        zone.require_at(path)?;
+        // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
+        let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
+        if !zone.is_as_before(&before)? {
+            // Another owner has let VMs in meanwhile.
+            writers = Writers::Some;
+        }
+        let room = Room::of(zone.uuid()).ok();
+        let outlived = room.as_ref().map(Room::vms).transpose()?.unwrap_or_default();
+        if !outlived.is_empty() {
+            let names: Vec<String> =
+                outlived.into_iter().map(|(name, pid)| format!("{name} (process {pid})")).collect();
+            return Err(in_use(format!("VMs that outlived their server: {}", names.join(", "))).into());
+        }
+        let mut slots = zone.slots_held()?;
+        let alive: Vec<String> = slots.iter().filter(|m| m.alive).map(|m| m.name.clone()).collect();
+        if !alive.is_empty() {
+            return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))).into());
+        }
+        if liveness::sessions_held(zone.file.as_fd())? {
+            return Err(in_use("processes that have its semaphores open".to_owned()).into());
+        }
+        let doubted = zone.doubted(&mut slots)?;
+        if !doubted.is_empty() && writers != Writers::None {
+            let name = |id: &MemberId| slots[id.index() as usize].name.clone();
+            return Err(Hindrance::Doubt(doubted.iter().map(name).collect(), writers));
+        }
+        // All of them have ended.
+        if let Some(room) = room {
+            room.forget_all()?;
+        }
+        for id in MemberId::all() {
+            zone.mem.store_u32(id.at(std::mem::offset_of!(tmb_member, doorbell)), 0)?;
+            zone.mark_dead(id)?;
+        }
+        zone.header.session = new_session();
+        zone.mem.store_u64(std::mem::offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
+        zone.owner = Some(Owner::new(owner)?);
+        Ok(zone)
+    }
+
+    /// Makes sure that the zone is the file at this path still, for a process that holds a byte of it: who removes a zone looks for such ones first.
+    ///
+    /// # Errors
+    /// The file was removed, or another one is there by now.
+    pub fn require_at(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let failed = |e| Error::io(format!("looking for zone {}", path.display()), e);
+        let there = std::fs::metadata(path).map_err(failed)?;
+        let own = self.file.metadata().map_err(failed)?;
+        if (there.dev(), there.ino()) == (own.dev(), own.ino()) {
+            return Ok(());
+        }
+        Err(failed(std::io::Error::other("another file has taken its place; try again")))
+    }
+
+    /// Returns whether no process has become the owner of this zone since it was opened as `before`.
+    fn is_as_before(&self, before: &Zone) -> Result<bool> {
+        let number = |file: &File| {
+            let of = file.metadata().map_err(|e| Error::io(format!("looking at {}", self.label), e));
+            of.map(|of| (of.dev(), of.ino()))
+        };
+        Ok(number(&self.file)? == number(&before.file)? && self.pulse()?.1 == before.header.session)
+    }
+
+    /// As [`Self::take_over`], or [`Self::open`] if a process owns the zone or a member lives.
+    pub fn take_over_or_open(path: impl AsRef<Path>) -> Result<Zone> {
+        match Self::take_over(&path) {
+            Err(Error::InUse { .. }) => Self::open(path, true),
+            other => other,
+        }
+    }
+
+    /// As [`Self::reap`], by a member: does it in place of an owner if none lives. A VM is among the dead if it is known that it has ended.
+    pub fn reap_without_owner(&self) -> Result<Vec<MemberId>> {
+        let no_owner_comes = Own::try_hold(self.file.as_fd(), OWNER_BYTE)?;
+        if !self.is_owner() && no_owner_comes.is_none() {
+            return Ok(Vec::new());
+        }
+        let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
+        let mut slots = self.slots_held()?;
+        self.doubted(&mut slots)?;
+        let mut dead = Vec::new();
+        for member in slots {
+            let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
+            if !member.alive && ended && self.bury(member.id)? {
+                dead.push(member.id);
+            }
+        }
+        Ok(dead)
+    }
+
+    /// Returns whether the zone is a device of this guest, whose host's locks do not reach here.
+    fn is_in_guest(&self) -> bool {
+        rustix::fs::fstatfs(&self.file).is_ok_and(|at| at.f_type == libc::SYSFS_MAGIC)
+    }
+
+    /// Finds out which VMs live in slots that no process holds.
+    pub(super) fn settle(&self, slots: &mut [Member]) -> Result<()> {
+        let doubted = self.doubted(slots)?;
+        // A process that could write would find itself.
+        if !doubted.is_empty() && !self.mem.writable() && writers::look(&self.file) == Writers::None {
+            slots.iter_mut().filter(|slot| doubted.contains(&slot.id)).for_each(|slot| slot.alive = false);
+        }
+        Ok(())
+    }
+
+    /// As [`Self::settle`], by what the slots and the records tell. Returns the VMs that are alive only because nothing says that they have ended.
+    fn doubted(&self, slots: &mut [Member]) -> Result<Vec<MemberId>> {
+        let mut doubted = Vec::new();
+        let is_candidate = |slot: &&mut Member| !slot.alive && slot.role != Some(Role::Host);
+        if self.is_owner() || self.is_in_guest() || !slots.iter_mut().any(|slot| is_candidate(&slot)) {
+            return Ok(doubted);
+        }
+        // An owner holds all that live. Not by its own byte, which others hold for a moment to keep owners away.
+        let is_owned = liveness::is_held(self.file.as_fd(), PROMISES_BYTE)?;
+        // In a folder that another user could change there is no record of this user's.
+        let room = Room::of(self.uuid()).ok();
+        for slot in slots.iter_mut().filter(is_candidate) {
+            let was_let_in =
+                matches!(slot.state, MemberState::Active | MemberState::Damaged) || slot.doorbell.is_some();
+            slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name)) {
+                Some(lives) => lives,
+                None if is_owned || slot.held_by_vm || !was_let_in => false,
+                None => {
+                    doubted.push(slot.id);
+                    true
+                }
+            };
+        }
+        Ok(doubted)
+    }
+}
