@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use tombolo_zone::{Member, MemberState, Zone};
+use tombolo_zone::{Member, MemberState, Rights, Role, Zone};
 
 const LONG: Duration = Duration::from_secs(300);
 
@@ -323,6 +323,22 @@ fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     drop(b);
     place.until("it is not declared dead", || place.member("b").unwrap().state == MemberState::Dead);
     assert!(Command::new("umount").arg(&mount).status().unwrap().success());
+}
+
+/// The table says that they run, and no record tells of their end.
+#[test]
+fn vms_that_ended_with_their_host_are_expelled_and_get_other_rights() {
+    let place = Place::new();
+    let zone = Zone::open(place.zone(), true).unwrap();
+    for name in ["a", "b"] {
+        let id = zone.invite(name, Role::Vm, Rights::READ_WRITE).unwrap();
+        zone.activate(id).unwrap();
+    }
+    drop(zone);
+    place.good(&["zone", "expel", "own.zone", "a"]);
+    place.invite("b", &["--read-only"]);
+    assert_eq!(place.member("a"), None);
+    assert_eq!(place.member("b").unwrap().rights, Rights::READ_ONLY);
 }
 
 #[test]

@@ -24,9 +24,10 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let room = Room::of(Zone::open(&path, false)?.uuid())?;
     let _turn = turn(&room, &path)?;
-    let zone = Zone::open(&path, true)?;
+    // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
+    let zone = Zone::take_over_or_open(&path)?;
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
-    if zone.has_owner()? && room.server().is_none() {
+    if !zone.is_owner() && zone.has_owner()? && room.server().is_none() {
         bail!(
             "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
              name the VM in that project's compose file, or end it first",
@@ -75,7 +76,7 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
 /// # Errors
 /// There is no such VM, or it is running.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
-    let zone = Zone::open(path, true)?;
+    let zone = Zone::take_over_or_open(path)?;
     let room = Room::of(zone.uuid())?;
     let members = zone.members()?;
     let there = members.iter().find(|m| m.name == member);
