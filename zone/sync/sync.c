@@ -811,17 +811,19 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 {
 	tmb_u64 *word = &o->readers[s->session / 64], bit = 1ULL << s->session % 64, writer;
 	struct readers *own = &s->readers[at.index]; /* of a destroyed object: as if there were none */
+	bool was_shown = false;
 	int got = 0;
 
 	(void)arg;
 	/* The bit stands for all threads of this process: one at a time sets or clears it. */
 	pthread_mutex_lock(&s->readers_lock);
+	writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 	if (tmb_load_acquire(&o->generation) != at.generation) {
 		got = -EIDRM;
 	} else if (own->count && own->generation == at.generation) {
 		own->count++;
 		got = 1;
-	} else {
+	} else if (!writer || !owner_lives(s, writer)) { /* else no bit: whoever takes a bit back wakes all who wait, and that may be itself */
 		tmb_fetch_or(word, bit);
 		writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 		if (tmb_load_acquire(&o->generation) != at.generation)
@@ -830,13 +832,15 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 			got = 1;
 		else if (!owner_lives(s, writer))
 			got = -EOWNERDEAD;
-		if (got && got != -EIDRM)
+		if (got && got != -EIDRM) {
 			*own = (struct readers){ .count = 1, .generation = at.generation };
-		else
+		} else {
 			tmb_fetch_and(word, ~bit);
+			was_shown = true;
+		}
 	}
 	pthread_mutex_unlock(&s->readers_lock);
-	if (!got) /* the writer may have seen the bit and gone to sleep */
+	if (was_shown) /* a writer may have gone to sleep because of the bit */
 		wake_waiters(s, at.index);
 	return got;
 }
