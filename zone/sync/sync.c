@@ -63,7 +63,7 @@ struct tmb_sync {
  * everything but tmb_sync_close().
  */
 static tmb_sync *sessions;
-/* Held across fork, and while a session is opened. Who holds it allocates nothing: an allocator may have fork handlers, too. */
+/* Held across fork, and while a session is opened. Who holds it allocates nothing: an allocator may have fork handlers, too. Nor can it be cancelled. */
 static pthread_mutex_t sessions_lock = PTHREAD_MUTEX_INITIALIZER;
 static int fork_error;
 
@@ -80,6 +80,22 @@ static void before_fork(void)
 static void after_fork(void)
 {
 	pthread_mutex_unlock(&sessions_lock);
+}
+
+/* open(2) and close(2) are cancellation points. Returns what unlock_sessions() restores. */
+static int lock_sessions(void)
+{
+	int cancel;
+
+	pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+	pthread_mutex_lock(&sessions_lock);
+	return cancel;
+}
+
+static void unlock_sessions(int cancel)
+{
+	pthread_mutex_unlock(&sessions_lock);
+	pthread_setcancelstate(cancel, &cancel);
 }
 
 static void after_fork_in_child(void)
@@ -451,16 +467,16 @@ fail:
 int tmb_sync_open(const char *path, tmb_sync **out)
 {
 	tmb_sync *s;
-	int err;
+	int err, cancel;
 
 	if (fork_error)
 		return -fork_error;
 	s = calloc(1, sizeof(*s));
 	if (!s)
 		return -ENOMEM;
-	pthread_mutex_lock(&sessions_lock);
+	cancel = lock_sessions();
 	err = open_session(path, s);
-	pthread_mutex_unlock(&sessions_lock);
+	unlock_sessions(cancel);
 	if (err) {
 		free(s);
 		return err;
@@ -473,8 +489,8 @@ int tmb_sync_open(const char *path, tmb_sync **out)
 void tmb_sync_close(tmb_sync *s)
 {
 	tmb_sync **link = &sessions;
+	int cancel = lock_sessions();
 
-	pthread_mutex_lock(&sessions_lock);
 	while (*link != s)
 		link = &(*link)->next;
 	*link = s->next;
@@ -485,7 +501,7 @@ void tmb_sync_close(tmb_sync *s)
 		munmap(s->map, s->map_len);
 	if (!is_inherited(s))
 		close(s->fd);
-	pthread_mutex_unlock(&sessions_lock);
+	unlock_sessions(cancel);
 	pthread_mutex_destroy(&s->readers_lock);
 	free(s);
 }
