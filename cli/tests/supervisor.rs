@@ -349,6 +349,8 @@ fn a_vm_that_dies_after_its_supervisor_is_found_dead_by_a_mount_that_stays() {
     assert!(of_vm().alive && of_vm().state == MemberState::Active, "{:?}", of_vm());
     drop(held);
     until("it is not declared dead", || of_vm().state == MemberState::Dead);
+    let refused = said(&lab.run(&["up"]));
+    assert!(refused.contains("in use by members") && refused.contains("unmount it"), "{refused}");
     assert!(Command::new("umount").arg(&mount).status().unwrap().success());
     // A project that is up no more.
     lab.run(&["down"]);

@@ -149,7 +149,12 @@ pub fn take_within(
     let (_, blocks) = geometry(fs.area())?;
     to.set_len(blocks * BLOCK).context("growing the image")?;
     let start = Instant::now();
-    let frozen = Frozen::new(fs).context("freezing the file system")?;
+    let frozen = Frozen::new(fs).map_err(|e| match e {
+        rustix::io::Errno::BUSY => anyhow::anyhow!(
+            "another snapshot is being taken, or a member stands still in the middle of a change or keeps a file's pages pinned; try again when that has ended"
+        ),
+        e => anyhow::Error::new(e).context("freezing the file system"),
+    })?;
     let copied = copy_frozen(fs, to, longest, progress)?;
     drop(frozen);
     let taken = Taken { blocks: copied, frozen: start.elapsed() };

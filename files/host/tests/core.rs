@@ -765,6 +765,9 @@ fn members_go_on_though_nothing_can_be_written_of_an_image() {
     let said = taken.expect_err("no image").to_string();
     assert!(said.contains("nothing of the image could be written for 0.2 s"), "{said}");
     a.freeze().expect("nobody else has frozen it");
+    let image = tempfile::tempfile().expect("a file");
+    let said = snapshot::take(&b, &image, &mut |_, _, _| {}).expect_err("frozen").to_string();
+    assert!(said.contains("another snapshot is being taken"), "{said}");
     a.thaw();
 }
 
