@@ -116,7 +116,7 @@ impl Room {
             return Err(Error::Config {
                 zone: path.display().to_string(),
                 why: format!(
-                    "{} has the same identity, so one of them is a copy, and that one's VMs would join it. Make a zone for the copy: tombolo zone create, then \
+                    "{} has the same identity, so one of them is a copy, and VMs of both would be members of one. Make a zone for the copy: tombolo zone create, then \
                      tombolo files snapshot and restore",
                     other.display()
                 ),
@@ -388,8 +388,8 @@ mod tests {
         assert!(room.turn().unwrap().is_some());
         // The same number with another start is another process.
         let own = std::process::id();
-        replace(&room.record("old"), &line(own, started(own).map(|s| s - 1))).unwrap();
-        replace(&room.record("new"), &line(own, started(own))).unwrap();
+        replace(&room.record("old"), line(own, started(own).map(|s| s - 1))).unwrap();
+        replace(&room.record("new"), line(own, started(own))).unwrap();
         assert_eq!(room.vms().unwrap(), [("new".to_owned(), own)]);
         room.forget("new").unwrap();
         room.forget("new").unwrap();
