@@ -131,6 +131,32 @@ impl Drop for Vm {
     }
 }
 
+/// A copy has the identity of its original, by which the server's sockets and records are found.
+#[test]
+fn a_vm_that_is_invited_to_a_copy_of_a_zone_does_not_join_the_original() {
+    let place = Place::new();
+    place.invite("a", &[]);
+    std::fs::copy(place.zone(), place.dir.path().join("copy.zone")).unwrap();
+    for args in [&["invite", "copy.zone", "b"][..], &["expel", "copy.zone", "a"], &["serve", "copy.zone"]] {
+        let said = place.bad(&[&["zone"], args].concat());
+        assert!(said.contains("one of them is a copy"), "{args:?}: {said}");
+    }
+    assert_eq!(place.member("b"), None, "the original has a VM of the copy");
+    assert!(place.room("a.invited").unwrap().exists(), "the original's invitation is the copy's to revoke");
+    // The copy as such can be used, whatever VMs the original has.
+    let vm = Vm::start(&place.room("a.sock").unwrap());
+    place.until("the VM is not noted", || place.room("a.vm").unwrap().exists());
+    place.good(&["files", "mkfs", "copy.zone"]);
+    drop(vm);
+    place.until("the VM was not declared dead", || !place.room("a.vm").unwrap().exists());
+    place.good(&["zone", "expel", "own.zone", "a"]);
+    place.until("the server stays without an invitation", || place.server().is_none());
+    std::fs::remove_file(place.zone()).unwrap();
+    std::fs::rename(place.dir.path().join("copy.zone"), place.zone()).unwrap();
+    place.invite("b", &[]);
+    place.good(&["zone", "expel", "own.zone", "b"]);
+}
+
 #[test]
 fn a_vm_that_writes_a_path_for_its_name_gets_no_socket_elsewhere_and_keeps_no_other_from_its_own() {
     let place = Place::new();

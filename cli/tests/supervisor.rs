@@ -349,9 +349,28 @@ fn a_vm_that_dies_after_its_supervisor_is_found_dead_by_a_mount_that_stays() {
     assert!(of_vm().alive && of_vm().state == MemberState::Active, "{:?}", of_vm());
     drop(held);
     until("it is not declared dead", || of_vm().state == MemberState::Dead);
+    let refused = said(&lab.run(&["up"]));
+    assert!(refused.contains("in use by members") && refused.contains("unmount it"), "{refused}");
     assert!(Command::new("umount").arg(&mount).status().unwrap().success());
     // A project that is up no more.
     lab.run(&["down"]);
+}
+
+/// Guests find a zone by its uuid.
+#[test]
+fn a_project_with_a_zone_and_a_copy_of_its_file_is_refused() {
+    let zone = |name: &str| format!("[zone.{name}]\nsize = \"16M\"\nbacking = \"./{name}.zone\"\n");
+    let lab =
+        lab(&[], &format!("zones = {{ first = {{}}, second = {{}} }}\n{}{}", zone("first"), zone("second")));
+    lab.good(&["zone", "create", "first.zone", "--size", "16M"]);
+    let path = |name: &str| lab.dir.path().join(name);
+    std::fs::copy(path("first.zone"), path("second.zone")).unwrap();
+    let refused = said(&lab.run(&["up"]));
+    assert!(refused.contains("zone.second has the uuid of the zone 'first'"), "{refused}");
+    std::fs::remove_file(path("second.zone")).unwrap();
+    lab.good(&["zone", "create", "second.zone", "--size", "16M"]);
+    lab.good(&["up"]);
+    lab.good(&["down"]);
 }
 
 /// Returns a copy of the descriptor by which a process holds a lock: so the process's own one has not been closed yet.

@@ -63,7 +63,7 @@ struct tmb_sync {
  * everything but tmb_sync_close().
  */
 static tmb_sync *sessions;
-/* Held across fork, and while a session is opened. Who holds it allocates nothing: an allocator may have fork handlers, too. */
+/* Held across fork, and while a session is opened. Who holds it allocates nothing: an allocator may have fork handlers, too. Nor can it be cancelled. */
 static pthread_mutex_t sessions_lock = PTHREAD_MUTEX_INITIALIZER;
 static int fork_error;
 
@@ -80,6 +80,22 @@ static void before_fork(void)
 static void after_fork(void)
 {
 	pthread_mutex_unlock(&sessions_lock);
+}
+
+/* open(2) and close(2) are cancellation points. Returns what unlock_sessions() restores. */
+static int lock_sessions(void)
+{
+	int cancel;
+
+	pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+	pthread_mutex_lock(&sessions_lock);
+	return cancel;
+}
+
+static void unlock_sessions(int cancel)
+{
+	pthread_mutex_unlock(&sessions_lock);
+	pthread_setcancelstate(cancel, &cancel);
 }
 
 static void after_fork_in_child(void)
@@ -451,16 +467,16 @@ fail:
 int tmb_sync_open(const char *path, tmb_sync **out)
 {
 	tmb_sync *s;
-	int err;
+	int err, cancel;
 
 	if (fork_error)
 		return -fork_error;
 	s = calloc(1, sizeof(*s));
 	if (!s)
 		return -ENOMEM;
-	pthread_mutex_lock(&sessions_lock);
+	cancel = lock_sessions();
 	err = open_session(path, s);
-	pthread_mutex_unlock(&sessions_lock);
+	unlock_sessions(cancel);
 	if (err) {
 		free(s);
 		return err;
@@ -473,8 +489,8 @@ int tmb_sync_open(const char *path, tmb_sync **out)
 void tmb_sync_close(tmb_sync *s)
 {
 	tmb_sync **link = &sessions;
+	int cancel = lock_sessions();
 
-	pthread_mutex_lock(&sessions_lock);
 	while (*link != s)
 		link = &(*link)->next;
 	*link = s->next;
@@ -485,7 +501,7 @@ void tmb_sync_close(tmb_sync *s)
 		munmap(s->map, s->map_len);
 	if (!is_inherited(s))
 		close(s->fd);
-	pthread_mutex_unlock(&sessions_lock);
+	unlock_sessions(cancel);
 	pthread_mutex_destroy(&s->readers_lock);
 	free(s);
 }
@@ -811,17 +827,19 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 {
 	tmb_u64 *word = &o->readers[s->session / 64], bit = 1ULL << s->session % 64, writer;
 	struct readers *own = &s->readers[at.index]; /* of a destroyed object: as if there were none */
+	bool was_shown = false;
 	int got = 0;
 
 	(void)arg;
 	/* The bit stands for all threads of this process: one at a time sets or clears it. */
 	pthread_mutex_lock(&s->readers_lock);
+	writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 	if (tmb_load_acquire(&o->generation) != at.generation) {
 		got = -EIDRM;
 	} else if (own->count && own->generation == at.generation) {
 		own->count++;
 		got = 1;
-	} else {
+	} else if (!writer || !owner_lives(s, writer)) { /* else no bit: whoever takes a bit back wakes all who wait, and that may be itself */
 		tmb_fetch_or(word, bit);
 		writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 		if (tmb_load_acquire(&o->generation) != at.generation)
@@ -830,13 +848,15 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 			got = 1;
 		else if (!owner_lives(s, writer))
 			got = -EOWNERDEAD;
-		if (got && got != -EIDRM)
+		if (got && got != -EIDRM) {
 			*own = (struct readers){ .count = 1, .generation = at.generation };
-		else
+		} else {
 			tmb_fetch_and(word, ~bit);
+			was_shown = true;
+		}
 	}
 	pthread_mutex_unlock(&s->readers_lock);
-	if (!got) /* the writer may have seen the bit and gone to sleep */
+	if (was_shown) /* a writer may have gone to sleep because of the bit */
 		wake_waiters(s, at.index);
 	return got;
 }

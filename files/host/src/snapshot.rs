@@ -1,22 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Snapshots: a consistent image of a file system that is in use, and its way back into a zone.
 //! The image is the area itself in a sparse file, which mount and fsck accept like any other. The file system is frozen while it is copied; the copy
-//! is then recovered as after the death of all its members, and checked.
+//! is then recovered as after the death of all its members, and checked. The magic of each copy comes last: a part of one is no file system.
 
 use std::fs::File;
 use std::mem::offset_of;
 use std::os::fd::AsFd;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use rustix::fs::{Timespec, Timestamps};
 
 use crate::area::{Area, Map};
-use crate::fs::{Filesystem, Result};
+use crate::fs::{Filesystem, Handle, Result};
 use crate::fsck::{self, Progress};
 use crate::sys;
 
 const BLOCK: u64 = sys::TFS_BLOCK as u64;
 const FREE: u8 = sys::TFS_MAP_FREE as u8;
+const MAGIC: u64 = offset_of!(sys::tfs_super, magic) as u64;
+/// The type of FUSE file systems in statfs(2).
+const FUSE: rustix::fs::FsWord = 0x6573_5546;
+/// Blocks written to an image at a time.
+const PIECE: usize = 256;
+/// The members' changes wait so long for a piece of the copy at most.
+const STANDSTILL: Duration = Duration::from_secs(30);
 
 /// The result of a snapshot.
 #[derive(Clone, Copy, Debug)]
@@ -57,8 +66,13 @@ fn geometry(area: &Area) -> anyhow::Result<(u64, u64)> {
     Ok((map, blocks))
 }
 
-/// Copies the blocks in use, by the area's own map, into a file of the same size, whose rest stays a hole.
-fn copy_used(area: &Area, to: &File, progress: Progress<'_>) -> anyhow::Result<u64> {
+/// Copies the blocks in use, by the area's own map, into a file of the same size, whose rest stays a hole, as does the magic. Calls `step` after each
+/// piece.
+fn copy_used(
+    area: &Area,
+    to: &File,
+    step: &mut dyn FnMut(u64, u64) -> anyhow::Result<()>,
+) -> anyhow::Result<u64> {
     let (map_at, blocks) = geometry(area)?;
     let mut map = vec![0; blocks as usize];
     if !area.copy_out(map_at, &mut map) {
@@ -67,35 +81,94 @@ fn copy_used(area: &Area, to: &File, progress: Progress<'_>) -> anyhow::Result<u
     let (mut at, mut copied) = (0usize, 0);
     while let Some(skip) = map[at..].iter().position(|b| *b != FREE) {
         let start = at + skip;
-        // Pieces of a size at which progress shows.
-        let len =
-            map[start..].iter().take(4096).position(|b| *b == FREE).unwrap_or((map.len() - start).min(4096));
-        area.write_to(start as u64 * BLOCK, len as u64 * BLOCK, to).context("writing the image")?;
+        let most = PIECE.min(map.len() - start);
+        let len = map[start..start + most].iter().position(|b| *b == FREE).unwrap_or(most);
+        let (from, end) = ((start as u64 * BLOCK).max(MAGIC + 8), (start + len) as u64 * BLOCK);
+        area.write_to(from, end - from, to).context("writing the image")?;
         copied += len as u64;
         at = start + len;
-        progress("copying", at as u64, blocks);
+        step(at as u64, blocks)?;
     }
     Ok(copied)
+}
+
+/// Ends the freeze if no piece comes for `longest`, and returns whether it did; returns when no further piece can come.
+fn thaw_at_standstill(fs: &Filesystem, pieces: &Receiver<()>, longest: Duration) -> bool {
+    loop {
+        match pieces.recv_timeout(longest) {
+            Ok(()) => {}
+            Err(RecvTimeoutError::Disconnected) => return false,
+            Err(RecvTimeoutError::Timeout) => {
+                fs.thaw();
+                return true;
+            }
+        }
+    }
+}
+
+/// Copies a frozen file system. Returns the blocks copied.
+fn copy_frozen(fs: &Filesystem, to: &File, longest: Duration, progress: Progress<'_>) -> anyhow::Result<u64> {
+    let (tell, pieces) = channel();
+    std::thread::scope(|scope| {
+        let watch = std::thread::Builder::new().name("standstill".to_owned());
+        let watch = watch.spawn_scoped(scope, move || thaw_at_standstill(fs, &pieces, longest));
+        let watch = watch.context("starting a thread")?;
+        let copied = copy_used(fs.area(), to, &mut |done, of| {
+            progress("copying", done, of);
+            // The watch has ended the freeze, or will not: its result tells.
+            let _ = tell.send(());
+            if watch.is_finished() { bail!("given up") } else { Ok(()) }
+        });
+        drop(tell);
+        if watch.join().unwrap_or(true) {
+            bail!(
+                "nothing of the image could be written for {} s, and the members of the zone waited for it; they go on now. Write it to a disk that answers,                  and to no directory that is served out of this zone",
+                longest.as_secs_f64()
+            );
+        }
+        copied
+    })
 }
 
 /// Writes a consistent image into an empty file.
 ///
 /// # Errors
-/// A member that does not revoke a mapping (it is pinned for DMA, say), damage, or the file's own errors. The members go on in any case.
+/// A member that does not revoke a mapping (it is pinned for DMA, say), damage, an image that can't be written for half a minute, or the file's own
+/// errors. The members go on in any case.
 pub fn take(fs: &Filesystem, to: &File, progress: Progress<'_>) -> anyhow::Result<Taken> {
+    take_within(fs, to, STANDSTILL, progress)
+}
+
+/// [`take`], with the longest time for which members wait for a piece of the image.
+pub fn take_within(
+    fs: &Filesystem,
+    to: &File,
+    longest: Duration,
+    progress: Progress<'_>,
+) -> anyhow::Result<Taken> {
     let (_, blocks) = geometry(fs.area())?;
     to.set_len(blocks * BLOCK).context("growing the image")?;
     let start = Instant::now();
-    let frozen = Frozen::new(fs).context("freezing the file system")?;
-    let copied = copy_used(fs.area(), to, progress)?;
+    let frozen = Frozen::new(fs).map_err(|e| match e {
+        rustix::io::Errno::BUSY => anyhow::anyhow!(
+            "another snapshot is being taken, or a member stands still in the middle of a change or keeps a file's pages pinned; try again when that has ended"
+        ),
+        e => anyhow::Error::new(e).context("freezing the file system"),
+    })?;
+    let copied = copy_frozen(fs, to, longest, progress)?;
     drop(frozen);
     let taken = Taken { blocks: copied, frozen: start.elapsed() };
 
+    // Should the host fail, no image has its magic and not its contents.
+    to.sync_data().context("syncing the image")?;
     let image = Area::whole(Map::new(to.as_fd(), blocks * BLOCK, true)?)?;
-    for field in [offset_of!(sys::tfs_super, freeze), offset_of!(sys::tfs_super, area_offset)] {
-        if !image.store_word(field as u64, 0) {
-            bail!("the image has no super block");
-        }
+    let last = [
+        (offset_of!(sys::tfs_super, freeze) as u64, 0),
+        (offset_of!(sys::tfs_super, area_offset) as u64, 0),
+        (MAGIC, sys::TFS_MAGIC),
+    ];
+    if !last.iter().all(|(field, value)| image.store_word(*field, *value)) {
+        bail!("the image has no super block");
     }
     let alone = Filesystem::open(image.lone()).context("opening the image")?;
     alone.recover_all().context("putting the image in order")?;
@@ -103,6 +176,18 @@ pub fn take(fs: &Filesystem, to: &File, progress: Progress<'_>) -> anyhow::Resul
     check(&image, progress)?;
     to.sync_data().context("syncing the image")?;
     Ok(taken)
+}
+
+/// Returns whether a file lies in the file system itself, on a FUSE mount of it: a time that is set at one end shows at the other.
+pub fn is_inside(fs: &Filesystem, file: &File) -> std::io::Result<bool> {
+    if rustix::fs::fstatfs(file)?.f_type != FUSE {
+        return Ok(false);
+    }
+    let mark = uuid::Uuid::new_v4().as_fields().0 % 1_000_000_000;
+    let at = Timespec { tv_sec: 1, tv_nsec: mark.into() };
+    rustix::fs::futimens(file, &Timestamps { last_access: at, last_modification: at })?;
+    let found = fs.getattr(Handle::from(rustix::fs::fstat(file)?.st_ino));
+    Ok(found.is_ok_and(|attr| attr.mtime == 1_000_000_000 + i64::from(mark)))
 }
 
 fn check(image: &Area, progress: Progress<'_>) -> anyhow::Result<()> {
@@ -128,7 +213,7 @@ pub fn restore(
     let (map_at, _) = geometry(image)?;
     let mut map = vec![0; blocks as usize];
     retire()?;
-    if !image.copy_out(map_at, &mut map) || !to.store_word(offset_of!(sys::tfs_super, magic) as u64, 0) {
+    if !image.copy_out(map_at, &mut map) || !to.store_word(MAGIC, 0) {
         bail!("the block map does not lie in the image");
     }
     let mut copied = 0;
@@ -137,7 +222,7 @@ pub fn restore(
         for (i, word) in words.iter().enumerate() {
             let at = block as u64 * BLOCK + 8 * i as u64;
             // The magic comes last: half a copy is no file system.
-            if at != offset_of!(sys::tfs_super, magic) as u64 && !to.store_word(at, *word) {
+            if at != MAGIC && !to.store_word(at, *word) {
                 bail!("the zone can't be written");
             }
         }
@@ -146,11 +231,10 @@ pub fn restore(
             progress("restoring", block as u64, blocks);
         }
     }
-    let last = [
-        (offset_of!(sys::tfs_super, area_offset), to.offset()),
-        (offset_of!(sys::tfs_super, magic), sys::TFS_MAGIC),
-    ];
-    if !last.iter().all(|(field, value)| to.store_word(*field as u64, *value)) {
+    // Should the host fail, a zone in a file has no magic without the contents.
+    to.sync().context("syncing the zone")?;
+    let last = [(offset_of!(sys::tfs_super, area_offset) as u64, to.offset()), (MAGIC, sys::TFS_MAGIC)];
+    if !last.iter().all(|(field, value)| to.store_word(*field, *value)) {
         bail!("the zone can't be written");
     }
     Ok(copied)

@@ -729,6 +729,48 @@ fn a_snapshot_of_a_busy_file_system_is_clean_and_each_file_in_it_is_whole() {
     });
 }
 
+/// As a process that is killed, or a host that fails, leaves it after each piece.
+#[test]
+fn an_image_that_is_not_whole_yet_is_no_file_system() {
+    let a = Filesystem::open(area(16)).expect("open");
+    a.pwrite(file(&a, "f"), &[7; 5 << 20], 0, false).expect("write");
+    let image = tempfile::tempfile().expect("a file");
+    let (to, mut pieces) = (area(16), 0);
+    snapshot::take(&a, &image, &mut |stage, _, _| {
+        if stage == "copying" {
+            let part = Area::whole(Map::new(&image, 16 << 20, true).expect("map")).expect("area");
+            let said =
+                snapshot::restore(&part, &to, || Ok(()), &mut |_, _, _| {}).expect_err("half an image");
+            assert!(said.to_string().contains("no file system"), "{said}");
+            pieces += 1;
+        }
+    })
+    .expect("a snapshot");
+    assert!(pieces > 4, "{pieces} pieces");
+}
+
+#[test]
+fn members_go_on_though_nothing_can_be_written_of_an_image() {
+    let (a, b) = two_members();
+    let ino = file(&b, "f");
+    let image = tempfile::tempfile().expect("a file");
+    let mut begun = None;
+    let taken = snapshot::take_within(&a, &image, std::time::Duration::from_millis(200), &mut |_, _, _| {
+        // As a write that waits for this very file system.
+        if begun.is_none() {
+            b.pwrite(ino, b"on", 0, false).expect("a write");
+            begun = Some(());
+        }
+    });
+    let said = taken.expect_err("no image").to_string();
+    assert!(said.contains("nothing of the image could be written for 0.2 s"), "{said}");
+    a.freeze().expect("nobody else has frozen it");
+    let image = tempfile::tempfile().expect("a file");
+    let said = snapshot::take(&b, &image, &mut |_, _, _| {}).expect_err("frozen").to_string();
+    assert!(said.contains("another snapshot is being taken"), "{said}");
+    a.thaw();
+}
+
 #[test]
 fn an_image_goes_back_into_another_area_and_a_damaged_one_is_refused() {
     let a = Filesystem::open(area(16)).expect("open");

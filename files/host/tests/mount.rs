@@ -1115,6 +1115,26 @@ fn a_file_system_can_be_mounted_again_as_soon_as_it_is_unmounted() {
     assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stdout));
 }
 
+#[test]
+fn a_snapshot_of_a_zone_into_a_mount_of_it_is_refused_and_holds_nobody_up() {
+    let dir = TempDir::new().expect("a directory");
+    let (zone, at) = (dir.path().join("zone"), dir.path().join("mnt"));
+    let owner =
+        Zone::create(&ZoneConfig::new("own", 32 << 20).backing(Backing::File(zone.clone()))).expect("a zone");
+    drop(owner);
+    let zone = zone.to_str().expect("a path");
+    must(&["mkfs", zone]);
+    fs::create_dir(&at).expect("mkdir");
+    must(&["mount", zone, at.to_str().expect("a path")]);
+    let image = at.join("image");
+    let out = files(&["snapshot", zone, image.to_str().expect("a path")]);
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    let left = image.exists();
+    unmount(&at);
+    assert!(!out.status.success() && said.contains("lies in the zone itself"), "{said}");
+    assert!(!left, "an image that was not taken is removed");
+}
+
 /// As a project holds its VMs: active from before they mount until after they unmount.
 #[test]
 fn an_image_comes_back_into_a_zone_whose_vms_live_but_have_unmounted_it() {

@@ -357,7 +357,8 @@ fn create(config: &ZoneConfig, nodes: Option<Nodes>) -> tombolo_zone::Result<Zon
 fn take_over(name: &str, spec: &ZoneSpec, path: &Path) -> anyhow::Result<Zone> {
     let zone = match Zone::take_over(path) {
         Err(tombolo_zone::Error::InUse { by, .. }) => anyhow::bail!(
-            "zone.{name}: {} is in use by {by}; take that project down (tombolo ps --all), or name another file",
+            "zone.{name}: {} is in use by {by}; unmount it where it is mounted ('mount-7' is the mount of process 7), take the project down that has it \
+             (tombolo ps --all), or name another file",
             path.display()
         ),
         other => other.with_context(|| format!("zone.{name}.backing"))?,

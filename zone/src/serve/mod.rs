@@ -71,7 +71,7 @@ impl Server {
     pub fn start(path: &Path) -> Result<Server> {
         let zone = Arc::new(Zone::take_over(path)?);
         let room = Room::of(zone.uuid())?;
-        room.make()?;
+        room.take_for(path)?;
         room.note_server()?;
         let (bells, events) = DoorbellServer::start(Arc::clone(&zone))?;
         let (sender, happenings) = channel();

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The folder of a served zone: for each invited VM a socket and a record of the invitation, and a record of each running VM's process. Records
-//! outlive the server, so that a server's death does not make its VMs dead. No member of the zone can write here.
+//! outlive the server, so that a server's death does not make its VMs dead. No member of the zone can write here. A copy of a zone's file has the same
+//! UUID, so a record names the file that the room is of.
 
 use std::collections::BTreeMap;
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -19,6 +22,8 @@ use crate::{Error, Result, Rights};
 const SERVER: &str = "server.process";
 /// What a VM's name has behind it in the name of the record of its process.
 const RECORD: &str = ".vm";
+/// The record of the zone's file: its device, number and path.
+const FILE: &str = "zone.file";
 /// The file that an invitation locks.
 const INVITING: &str = "inviting";
 
@@ -84,6 +89,44 @@ impl Room {
         let room = Room(base().join(zone.to_string()));
         check(&room.0)?;
         Ok(room)
+    }
+
+    /// Returns the file that this is the room of, if that is another one than `file`: one of them is a copy. A record whose file is gone means nothing, unless
+    /// its server lives.
+    pub fn other_file(&self, file: &Metadata) -> Option<PathBuf> {
+        let text = fs::read(self.0.join(FILE)).ok()?;
+        let mut parts = text.strip_suffix(b"\n")?.splitn(3, |byte| *byte == b' ');
+        let mut number = || std::str::from_utf8(parts.next()?).ok()?.parse::<u64>().ok();
+        let recorded = (number()?, number()?);
+        let path = PathBuf::from(OsStr::from_bytes(parts.next()?));
+        let is_there = || fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == recorded);
+        let is_other = recorded != (file.dev(), file.ino()) && (self.server().is_some() || is_there());
+        is_other.then_some(path)
+    }
+
+    /// Makes this the room of the zone in a file.
+    ///
+    /// # Errors
+    /// It is another file's; those of [`Room::make`] and of the file system.
+    pub fn take_for(&self, path: &Path) -> Result<()> {
+        let failed = |e| Error::io(format!("looking for zone {}", path.display()), e);
+        let path = path.canonicalize().map_err(failed)?;
+        let file = fs::metadata(&path).map_err(failed)?;
+        if let Some(other) = self.other_file(&file) {
+            return Err(Error::Config {
+                zone: path.display().to_string(),
+                why: format!(
+                    "{} has the same identity, so one of them is a copy, and VMs of both would be members of one. Make a zone for the copy: tombolo zone create, then \
+                     tombolo files snapshot and restore",
+                    other.display()
+                ),
+            });
+        }
+        self.make()?;
+        let record = self.0.join(FILE);
+        let mut line = OsString::from(format!("{} {} ", file.dev(), file.ino()));
+        line.push(path);
+        replace(&record, line).map_err(|e| Error::io(format!("writing {}", record.display()), e))
     }
 
     /// Makes the folders; each socket's permissions decide which other users may connect.
@@ -232,7 +275,7 @@ impl Room {
     /// Those of the file system.
     pub fn note_server(&self) -> Result<()> {
         let (path, own) = (self.0.join(SERVER), std::process::id());
-        replace(&path, &line(own, started(own)))
+        replace(&path, line(own, started(own)))
             .map_err(|e| Error::io(format!("writing {}", path.display()), e))
     }
 
@@ -279,11 +322,13 @@ fn remove(path: &Path) -> Result<()> {
 }
 
 /// Writes a line atomically, so that no reader finds half of it.
-fn replace(path: &Path, line: &str) -> io::Result<()> {
+fn replace(path: &Path, line: impl Into<OsString>) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
     let new = path.with_file_name(name);
-    fs::write(&new, format!("{line}\n"))?;
+    let mut line = line.into();
+    line.push("\n");
+    fs::write(&new, line.as_bytes())?;
     fs::set_permissions(&new, Permissions::from_mode(0o600))?;
     fs::rename(&new, path)
 }
@@ -343,8 +388,8 @@ mod tests {
         assert!(room.turn().unwrap().is_some());
         // The same number with another start is another process.
         let own = std::process::id();
-        replace(&room.record("old"), &line(own, started(own).map(|s| s - 1))).unwrap();
-        replace(&room.record("new"), &line(own, started(own))).unwrap();
+        replace(&room.record("old"), line(own, started(own).map(|s| s - 1))).unwrap();
+        replace(&room.record("new"), line(own, started(own))).unwrap();
         assert_eq!(room.vms().unwrap(), [("new".to_owned(), own)]);
         room.forget("new").unwrap();
         room.forget("new").unwrap();

@@ -24,6 +24,7 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let room = Room::of(Zone::open(&path, false)?.uuid())?;
     let _turn = turn(&room, &path)?;
+    room.take_for(&path)?;
     // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
     let zone = Zone::take_over_or_open(&path)?;
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
@@ -78,6 +79,7 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let zone = Zone::take_over_or_open(path)?;
     let room = Room::of(zone.uuid())?;
+    room.take_for(path)?;
     let members = zone.members()?;
     let there = members.iter().find(|m| m.name == member);
     // A member of the zone may have written another name over its own.

@@ -81,7 +81,7 @@ impl Zone {
             // Another owner has let VMs in meanwhile.
             writers = Writers::Some;
         }
-        let room = Room::of(zone.uuid()).ok();
+        let room = zone.room()?;
         let outlived = room.as_ref().map(Room::vms).transpose()?.unwrap_or_default();
         if !outlived.is_empty() {
             let names: Vec<String> =
@@ -128,6 +128,13 @@ impl Zone {
             return Ok(());
         }
         Err(failed(std::io::Error::other("another file has taken its place; try again")))
+    }
+
+    /// Returns the records of the zone's VMs. `None`: they are those of the file that this one is a copy of, or lie in a folder that another user could
+    /// change, in which there is no record of this user's.
+    fn room(&self) -> Result<Option<Room>> {
+        let file = self.file.metadata().map_err(|e| Error::io(format!("looking at {}", self.label), e))?;
+        Ok(Room::of(self.uuid()).ok().filter(|room| room.other_file(&file).is_none()))
     }
 
     /// Returns whether no process has become the owner of this zone since it was opened as `before`.
@@ -190,8 +197,7 @@ impl Zone {
         }
         // An owner holds all that live. Not by its own byte, which others hold for a moment to keep owners away.
         let is_owned = liveness::is_held(self.file.as_fd(), PROMISES_BYTE)?;
-        // In a folder that another user could change there is no record of this user's.
-        let room = Room::of(self.uuid()).ok();
+        let room = self.room()?;
         for slot in slots.iter_mut().filter(is_candidate) {
             let was_let_in =
                 matches!(slot.state, MemberState::Active | MemberState::Damaged) || slot.doorbell.is_some();

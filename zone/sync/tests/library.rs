@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! libtombolo-sync as C programmers use it: installed, found by its header and name, used beside the crate.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,41 +18,53 @@ fn must(command: &mut Command) -> Output {
     out
 }
 
+/// Installs the library in a folder. Returns where programs find it.
+fn installed(dir: &Path) -> PathBuf {
+    let (here, stage) = (Path::new(env!("CARGO_MANIFEST_DIR")), dir.join("stage"));
+    let mut make = Command::new("make");
+    make.arg("-sC").arg(here).arg("install").arg("PREFIX=/usr");
+    must(make.arg(format!("DESTDIR={}", stage.display())).arg(format!("OUT={}", dir.join("out").display())));
+    stage.join("usr")
+}
+
+/// Builds a program from a source below this folder.
+fn build(source: &str, usr: &Path, program: &Path) {
+    let mut cc = Command::new("cc");
+    cc.args(["-Wall", "-Wextra", "-Werror", "-o"]).arg(program);
+    cc.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(source));
+    cc.arg("-I").arg(usr.join("include")).arg("-L").arg(usr.join("lib"));
+    must(cc.args(["-ltombolo-sync", "-pthread"]));
+}
+
+/// Makes a zone in a file, with the host's part of it.
+fn served(path: &Path) -> Agent {
+    let config = ZoneConfig::new("c", 8 << 20).backing(Backing::File(path.to_owned()));
+    Agent::start(Arc::new(Zone::create(&config).unwrap()), None).unwrap()
+}
+
+#[test]
+fn a_thread_that_is_cancelled_while_it_opens_or_closes_a_session_holds_up_no_fork() {
+    let dir = tempfile::tempdir().unwrap();
+    let (usr, program, zone) = (installed(dir.path()), dir.path().join("program"), dir.path().join("zone"));
+    build("tests/cancelled.c", &usr, &program);
+    let _agent = served(&zone);
+    must(Command::new(program).env("LD_LIBRARY_PATH", usr.join("lib")).arg(zone));
+}
+
 #[test]
 fn a_c_program_links_with_the_installed_library_and_shares_objects_with_rust() {
     let dir = tempfile::tempdir().unwrap();
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let (stage, program) = (dir.path().join("stage"), dir.path().join("program"));
-    let make = |goal: &str| {
-        let mut make = Command::new("make");
-        make.arg("-sC").arg(here).arg(goal).arg("PREFIX=/usr");
-        make.arg(format!("DESTDIR={}", stage.display()))
-            .arg(format!("OUT={}", dir.path().join("out").display()));
-        must(&mut make)
-    };
-    make("install");
+    let (usr, program) = (installed(dir.path()), dir.path().join("program"));
     for file in ["include/libtombolo-sync.h", "lib/libtombolo-sync.a", "lib/pkgconfig/tombolo-sync.pc"] {
-        assert!(stage.join("usr").join(file).is_file(), "{file}");
+        assert!(usr.join(file).is_file(), "{file}");
     }
-    let lib = stage.join("usr/lib");
-    let source = here.join("../tests/guest/synctest.c");
-    must(
-        Command::new("cc")
-            .args(["-Wall", "-Wextra", "-Werror", "-o"])
-            .arg(&program)
-            .arg(source)
-            .arg("-I")
-            .arg(stage.join("usr/include"))
-            .arg("-L")
-            .arg(&lib)
-            .args(["-ltombolo-sync", "-pthread"]),
-    );
+    let lib = usr.join("lib");
+    build("../tests/guest/synctest.c", &usr, &program);
     let needed = must(Command::new("objdump").arg("-p").arg(&program));
     assert!(String::from_utf8_lossy(&needed.stdout).contains("NEEDED               libtombolo-sync.so.0"));
 
     let path = dir.path().join("zone");
-    let config = ZoneConfig::new("c", 8 << 20).backing(Backing::File(path.clone()));
-    let agent = Agent::start(Arc::new(Zone::create(&config).unwrap()), None).unwrap();
+    let agent = served(&path);
     let sem = Semaphore::create(agent.sync(), "s", 0).unwrap();
     let mutex = Mutex::create(agent.sync(), "m").unwrap();
     let run = |what: &[&str]| {

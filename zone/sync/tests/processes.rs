@@ -279,6 +279,34 @@ fn a_reader_that_holds_is_not_undone_by_one_that_has_to_wait() {
     });
 }
 
+/// Returns the processor time that the calling thread has used.
+fn used() -> Duration {
+    let stat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())
+}
+
+#[test]
+fn who_waits_for_a_writer_sleeps() {
+    let bench = Bench::new();
+    let (sync, other) = (bench.open(), bench.open());
+    let (lock, same) = (RwLock::create(&sync, "rw").unwrap(), RwLock::open(&other, "rw").unwrap());
+    assert_eq!(lock.write(NOW), Ok(Locked::Clean));
+    let waits = |write: bool| {
+        let before = used();
+        let long = Some(Duration::from_secs(1));
+        let waited = if write { same.write(long) } else { same.read(long) };
+        assert_eq!(waited, Err(Error::TimedOut));
+        used() - before
+    };
+    let used = std::thread::scope(|scope| {
+        let all = [false, false, true].map(|write| scope.spawn(move || waits(write)));
+        all.map(|thread| thread.join().unwrap())
+    });
+    println!("two readers and a writer used {used:?} in a second");
+    assert!(used.iter().all(|used| *used < Duration::from_millis(100)), "{used:?}");
+    lock.unlock_write().unwrap();
+}
+
 #[test]
 fn an_event_counter_is_waited_for() {
     let bench = Bench::new();

@@ -3,10 +3,12 @@
 
 use std::mem::offset_of;
 
+use rustix::io::Errno;
+
 use super::raw::{HUGE, INODE, Layout, PER_BLOCK};
 use super::{Problem, Report, Severity};
 use crate::area::Area;
-use crate::fs::{Create, Filesystem, ROOT};
+use crate::fs::{Create, Filesystem, Handle, ROOT};
 use crate::sys;
 
 fn say(report: &mut Report, code: &'static str, text: String, fixed: bool) {
@@ -23,6 +25,27 @@ pub(crate) fn recover(area: &Area, report: &mut Report) {
     }
 }
 
+/// Names tried for one that may be taken, by what users have made or by what a repair left that was killed.
+const NAMES: u32 = 1000;
+
+/// Returns `name`, then that with a number behind it.
+fn names(name: &str) -> impl Iterator<Item = String> {
+    let numbered = format!("{name}.");
+    std::iter::once(name.to_owned()).chain((1..NAMES).map(move |n| format!("{numbered}{n}")))
+}
+
+/// Returns the first directory called lost+found or that with a number, which is made if no such name is there.
+fn lost_and_found(fs: &Filesystem) -> Result<Handle, Errno> {
+    for name in names("lost+found") {
+        match fs.lookup(ROOT, name.as_bytes()) {
+            Ok((dir, libc::DT_DIR)) => return Ok(dir),
+            Ok(_) => {}
+            Err(_) => return fs.create(ROOT, Some(name.as_bytes()), &Create::mode(libc::S_IFDIR | 0o700)),
+        }
+    }
+    Err(Errno::EXIST)
+}
+
 /// Puts inodes without a name into /lost+found as `#number`: the core makes an inode of that name, then the entry is
 /// pointed at the lost inode.
 pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
@@ -30,11 +53,7 @@ pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
         Ok(fs) => fs,
         Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
     };
-    let dir = match fs.lookup(ROOT, b"lost+found") {
-        Ok((dir, _)) => Ok(dir),
-        Err(_) => fs.create(ROOT, Some(b"lost+found"), &Create::mode(libc::S_IFDIR | 0o700)),
-    };
-    let dir = match dir {
+    let dir = match lost_and_found(&fs) {
         Ok(dir) => dir,
         Err(e) => return say(report, "lost+found", format!("can't be made: {e}"), false),
     };
@@ -45,22 +64,34 @@ pub(crate) fn reconnect(area: &Area, lost: &[u64], report: &mut Report) {
     }
 }
 
+/// Makes the stand-in of a lost inode, whose name that inode gets.
+fn stand_in(fs: &Filesystem, dir: u64, ino: u64, what: &Create) -> Result<Handle, Errno> {
+    let mut made = Err(Errno::EXIST);
+    for name in names(&format!("#{ino}")) {
+        made = fs.create(dir, Some(name.as_bytes()), what);
+        if made != Err(Errno::EXIST) {
+            break;
+        }
+    }
+    made
+}
+
 fn reconnect_one(area: &Area, fs: &Filesystem, dir: u64, ino: u64) -> Result<(), String> {
     let attr = fs.getattr(ino).map_err(|e| e.to_string())?;
     let kind = attr.mode & libc::S_IFMT;
-    let name = format!("#{ino}");
     let target: Option<&[u8]> = (kind == libc::S_IFLNK).then_some(b"x");
     let what = Create { target, ..Create::mode(kind | 0o600) };
-    let stand_in = fs.create(dir, Some(name.as_bytes()), &what).map_err(|e| e.to_string())?.ino;
+    let stand_in = stand_in(fs, dir, ino, &what).map_err(|e| e.to_string())?.ino;
     let layout = Layout::read(area).map_err(|e| e.0)?;
     // The one word of the entry that refers to the stand-in.
     let entry = entry_of(area, &layout, fs, dir, stand_in, attr.mode).ok_or("its new entry is not found")?;
     let old = area.word(entry).ok_or("its new entry is not readable")?;
-    let stored = area.store_word(entry, (old & !sys::TFS_REF_INO_MASK) | ino);
-    // The stand-in is nameless and empty now: with a link count of 0 the next pass frees it.
+    // With a link count of 0 the next pass frees the stand-in. A repair that is killed between the two stores leaves an entry without an inode, which
+    // the next one removes; the other way round it would find the stand-in lost.
     let at = inode_at(area, fs, stand_in).ok_or("no stand-in")?;
-    let nlink = offset_of!(sys::tfs_inode, nlink) as u64;
-    (stored && area.store_word(at + nlink, 0)).then_some(()).ok_or_else(|| "the area is read-only".to_owned())
+    let unlinked = area.store_word(at + offset_of!(sys::tfs_inode, nlink) as u64, 0);
+    let stored = area.store_word(entry, (old & !sys::TFS_REF_INO_MASK) | ino);
+    (stored && unlinked).then_some(()).ok_or_else(|| "the area is read-only".to_owned())
 }
 
 fn inode_at(area: &Area, fs: &Filesystem, ino: u64) -> Option<u64> {

@@ -122,6 +122,14 @@ impl Supervisor {
         for (name, spec) in &project.compose.zone {
             if !self.lock().zones.contains_key(name) {
                 let zone = HostZone::open(name, spec, self.zone_nodes(&project, name, spec, placements))?;
+                let running = self.lock().zones.clone();
+                let same = running.iter().chain(&zones).find(|(_, there)| there.uuid() == zone.uuid());
+                if let Some((same, _)) = same {
+                    anyhow::bail!(
+                        "zone.{name} has the uuid of the zone '{same}', as a copied file has: a guest could not tell them apart. Make a zone for the copy: \
+                         tombolo zone create, then tombolo files snapshot and restore"
+                    );
+                }
                 if let Err(e) = self.dir.link_zone(name, &zone.path()) {
                     crate::say!("the zone '{name}' has no path of its name: {e}");
                 }
