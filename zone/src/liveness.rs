@@ -55,6 +55,14 @@ impl Liveness {
     pub fn resume(fd: OwnedFd) -> Liveness {
         Liveness { file: fd.into() }
     }
+
+    /// Ends it at once, also where a child process still has a copy of the descriptor.
+    ///
+    /// # Errors
+    /// Those of fcntl(2).
+    pub fn end(self) -> Result<()> {
+        unlock_all(&self.file)
+    }
 }
 
 impl AsFd for Liveness {
@@ -105,14 +113,22 @@ impl Own {
 impl Drop for Own {
     fn drop(&mut self) {
         if std::process::id() == self.process {
-            // All bytes of the description: from the first, of any number.
-            let mut request = lock_request(libc::F_UNLCK, 0);
-            request.l_len = 0;
-            // SAFETY: a valid descriptor and a valid struct flock.
-            let freed = unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) };
-            debug_assert_eq!(freed, 0, "a process can free a lock that it holds");
+            let freed = unlock_all(&self.liveness.file);
+            debug_assert!(freed.is_ok(), "a process can free a lock that it holds");
         }
     }
+}
+
+/// Frees all bytes that a description holds.
+fn unlock_all(file: &File) -> Result<()> {
+    // From the first, of any number.
+    let mut request = lock_request(libc::F_UNLCK, 0);
+    request.l_len = 0;
+    // SAFETY: a valid descriptor and a valid struct flock.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
+        return Ok(());
+    }
+    Err(Error::last_os("unlocking the zone's memory"))
 }
 
 /// A new open file description of the same file, so that its locks are its own.
@@ -265,5 +281,14 @@ mod tests {
         assert!(is_held(file.as_fd(), byte).unwrap());
         drop(copy);
         assert!(!is_held(file.as_fd(), byte).unwrap());
+    }
+
+    #[test]
+    fn a_member_that_is_let_go_lives_no_longer_though_a_copy_of_its_descriptor_stays() {
+        let file = tempfile::tempfile().unwrap();
+        let held = try_hold(file.as_fd(), true, 3).unwrap().unwrap();
+        let _copy = held.as_fd().try_clone_to_owned().unwrap();
+        held.end().unwrap();
+        assert!(!is_held(file.as_fd(), 3).unwrap());
     }
 }
