@@ -10,10 +10,12 @@
 //! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
 //! - [`access`]: permissions of the sockets.
 //! - [`invitation`]: a VM's settings for joining, as QEMU's arguments and as libvirt's XML.
+//! - [`log`]: lines that no reader holds up.
 //! - [`start`]: makes sure that a zone has a server.
 
 pub mod access;
 pub mod invitation;
+pub mod log;
 pub mod room;
 pub mod start;
 
