@@ -361,6 +361,26 @@ fn a_vm_that_starts_again_at_once_is_not_taken_for_the_one_that_ended() {
 }
 
 #[test]
+fn vms_of_a_server_whose_output_nobody_reads_wait_for_nothing() {
+    let place = Place::new();
+    let sockets = ["a", "b", "c"].map(|name| place.invite(name, &[]));
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    let (_reader, writer) = rustix::pipe::pipe().unwrap();
+    let room = rustix::pipe::fcntl_getpipe_size(&writer).unwrap();
+    std::io::Write::write_all(&mut std::fs::File::from(writer.try_clone().unwrap()), &vec![0; room]).unwrap();
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+    serve.args(["zone", "serve", "own.zone"]).current_dir(place.dir.path()).stdout(writer);
+    let mut server = serve.env("TOMBOLO_ZONES_RUN", place.dir.path().join("run")).spawn().unwrap();
+    place.until("it serves nobody", || place.server() == Some(server.id()) && sockets[2].exists());
+    let vms = sockets.map(|socket| Vm::start(&socket));
+    assert!(["a", "b", "c"].iter().all(|name| place.member(name).unwrap().alive));
+    drop(vms);
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
+#[test]
 fn a_second_process_does_not_become_the_vm_and_does_not_end_it() {
     let place = Place::new();
     let socket = place.invite("a", &[]);
