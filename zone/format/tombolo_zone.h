@@ -91,6 +91,8 @@ _Static_assert(offsetof(struct tmb_zone_header, areas) == 256, "areas");
 #define TMB_RIGHT_WRITE 1u
 /* In 'rights', too: the VM's own process holds its liveness, so the VM is dead once nobody does, whatever became of the owner. */
 #define TMB_HELD_BY_VM 2u
+/* In 'rights', too: the VM was let in and may be there, also when it has no doorbell any more and has joined nothing. */
+#define TMB_LET_IN 4u
 
 /* Reasons for a doorbell, set in the target's 'pending' before ringing; the doorbell itself carries none. */
 #define TMB_PENDING_REVOKE 1ULL	 /* blocks of a file you map were removed: unmap it (files) */

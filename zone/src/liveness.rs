@@ -101,13 +101,43 @@ impl Own {
 
     /// Holds another byte too, or frees it. No other process holds it at any time.
     pub(crate) fn set(&self, byte: u32, held: bool) -> Result<()> {
-        let request = lock_request(if held { libc::F_WRLCK } else { libc::F_UNLCK }, byte);
-        // SAFETY: a valid descriptor and a valid struct flock.
-        if unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
-            return Ok(());
-        }
-        Err(Error::last_os("locking the zone's memory"))
+        set(&self.liveness.file, byte, held).map_err(|e| Error::io("locking the zone's memory", e))
     }
+
+    /// Holds another byte too, until the value returned is dropped. The kernel frees all bytes of a process that dies at one moment then. `Ok(None)` when
+    /// another description has it.
+    pub(crate) fn hold_too(&self, byte: u32) -> Result<Option<HeldToo>> {
+        let failed = |e| Error::io("locking the zone's memory", e);
+        let file = self.liveness.file.try_clone().map_err(failed)?;
+        match set(&file, byte, true) {
+            Ok(()) => Ok(Some(HeldToo { file, byte })),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+}
+
+/// Holds a byte by the description that holds others, too.
+#[derive(Debug)]
+pub(crate) struct HeldToo {
+    file: File,
+    byte: u32,
+}
+
+impl Drop for HeldToo {
+    fn drop(&mut self) {
+        let freed = set(&self.file, self.byte, false);
+        debug_assert!(freed.is_ok(), "a process can free a lock that it holds");
+    }
+}
+
+fn set(file: &File, byte: u32, held: bool) -> io::Result<()> {
+    let request = lock_request(if held { libc::F_WRLCK } else { libc::F_UNLCK }, byte);
+    // SAFETY: a valid descriptor and a valid struct flock.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
+        return Ok(());
+    }
+    Err(io::Error::last_os_error())
 }
 
 impl Drop for Own {

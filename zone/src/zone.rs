@@ -13,7 +13,7 @@ use crate::backing::Backing;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
 use crate::liveness::{
-    self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, TABLE_BYTE, member_byte, promise_byte,
+    self, GRANTS_BYTE, HeldToo, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, TABLE_BYTE, member_byte, promise_byte,
 };
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
@@ -117,6 +117,12 @@ impl Membership {
 #[derive(Debug)]
 pub struct GrantsHeld {
     _own: Own,
+}
+
+/// What [`Zone::hold_as_owner`] gives.
+#[derive(Debug)]
+pub(crate) struct HeldByOwner {
+    _held: HeldToo,
 }
 
 /// What [`Zone::keep_members_out`] gives.
@@ -557,8 +563,28 @@ impl Zone {
     /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
         let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
-        let held = held.ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))?;
-        // After the own byte: who keeps members out takes these two in the other order.
+        let held = held.ok_or_else(|| self.refuse_second(id))?;
+        self.require_not_kept_out(id)?;
+        Ok(held)
+    }
+
+    /// As [`Self::hold`], by the owner for a VM that it has not started. If the owner dies, nobody finds the zone owned and the VM's slot not held: a VM of
+    /// which an owner says so has ended.
+    pub(crate) fn hold_as_owner(&self, id: MemberId) -> Result<HeldByOwner> {
+        let Some(owner) = &self.owner else {
+            return Err(self.refuse_id(id, "is the owner's to hold".to_owned()));
+        };
+        let held = owner.lock.hold_too(member_byte(id))?.ok_or_else(|| self.refuse_second(id))?;
+        self.require_not_kept_out(id)?;
+        Ok(HeldByOwner { _held: held })
+    }
+
+    fn refuse_second(&self, id: MemberId) -> Error {
+        self.refuse_id(id, "another process is this member".to_owned())
+    }
+
+    /// Called with the member's byte held: who keeps members out takes these two in the other order.
+    fn require_not_kept_out(&self, id: MemberId) -> Result<()> {
         if liveness::is_held(self.file.as_fd(), REPAIR_BYTE)? {
             return Err(self.refuse_id(
                 id,
@@ -566,15 +592,19 @@ impl Zone {
                     .to_owned(),
             ));
         }
-        Ok(held)
+        Ok(())
     }
 
     /// Tells others that the process of a VM has a copy of the descriptor by which the VM's slot is held, since it was started: without an owner they then
     /// know the VM's death by the slot that nobody holds. The next member of the slot is not said to have one.
     pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
-        let there = member::read(&self.mem, id)?;
-        let at = id.at(offset_of!(tmb_member, rights));
-        self.mem.store_u32(at, there.rights.raw() | format::TMB_HELD_BY_VM)
+        self.mark(id, format::TMB_HELD_BY_VM)
+    }
+
+    /// Sets a bit beside a slot's rights, which is there until the slot is kept for its next member.
+    fn mark(&self, id: MemberId, bit: u32) -> Result<()> {
+        // With the 4 bytes after the rights, which nobody uses: a word that can be changed at once, since several threads set such bits.
+        self.mem.fetch_or_u64(id.at(offset_of!(tmb_member, rights)), u64::from(bit)).map(drop)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
@@ -639,8 +669,11 @@ impl Zone {
         self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))
     }
 
-    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls.
+    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
+        if peer.is_some() {
+            self.mark(id, format::TMB_LET_IN)?;
+        }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
     }
 
@@ -751,7 +784,9 @@ impl Zone {
             self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role)?;
         }
         if there.rights != known.rights {
-            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), known.rights.raw())?;
+            let held = if there.held_by_vm { format::TMB_HELD_BY_VM } else { 0 };
+            let rights = known.rights.raw() | held | format::TMB_LET_IN;
+            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights)?;
         }
         if there.name != known.name {
             // A name that the owner found in the table may be one that no member can have.

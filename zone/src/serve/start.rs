@@ -78,7 +78,7 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let room = Room::of(Zone::open(path, false)?.uuid())?;
     let _turn = turn(&room, path)?;
-    // As above.
+    // Alone, so that no server that another command starts meets this process as the owner.
     let zone = Zone::take_over_or_open(path)?;
     let members = zone.members()?;
     let there = members.iter().find(|m| m.name == member);
