@@ -403,6 +403,31 @@ fn a_vm_lives_at_each_moment_while_its_server_is_killed() {
     drop(vm);
 }
 
+/// Neither an owner nor another process needs to leave the zone for that.
+#[test]
+fn a_vm_that_was_let_in_before_the_host_booted_has_ended() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    let id = place.member("a").unwrap().id;
+    let zone = Zone::open(place.zone(), true).unwrap();
+    zone.activate(id).unwrap();
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    drop(vm);
+    let fsck = || place.run_in("other", &["files", "fsck", "-y", "own.zone"]);
+    let said = String::from_utf8(fsck().stderr).unwrap();
+    assert!(said.contains(": a could"), "this process could be the VM: {said}");
+    // The slot's let_in.
+    let at = 4096 + 256 * u64::from(id.index()) + 20;
+    let boot = zone.mem().load_u32(at).unwrap();
+    assert_ne!(boot, 0);
+    zone.mem().store_u32(at, boot ^ 2).unwrap();
+    assert!(!place.member("a").unwrap().alive);
+    let output = fsck();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// The table says that they run, and no record tells of their end.
 #[test]
 fn vms_that_ended_with_their_host_are_expelled_and_get_other_rights() {

@@ -91,8 +91,6 @@ _Static_assert(offsetof(struct tmb_zone_header, areas) == 256, "areas");
 #define TMB_RIGHT_WRITE 1u
 /* In 'rights', too: the VM's own process holds its liveness, so the VM is dead once nobody does, whatever became of the owner. */
 #define TMB_HELD_BY_VM 2u
-/* In 'rights', too: the VM was let in and may be there, also when it has no doorbell any more and has joined nothing. */
-#define TMB_LET_IN 4u
 
 /* Reasons for a doorbell, set in the target's 'pending' before ringing; the doorbell itself carries none. */
 #define TMB_PENDING_REVOKE 1ULL	 /* blocks of a file you map were removed: unmap it (files) */
@@ -108,7 +106,7 @@ struct tmb_member {
 	tmb_u32 doorbell;    /* ivshmem peer id + 1; 0: none, the member polls 'pending' */
 	tmb_u32 role;
 	tmb_u32 rights;
-	tmb_u32 pad0;
+	tmb_u32 let_in; /* 0: not since the slot was kept for it; else a number of the host's boot in which it was */
 	char name[TMB_NAME_LEN];
 	tmb_u64 pad1;
 	/* 64: written by other members */

@@ -10,6 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use uuid::Uuid;
 
 use crate::backing::Backing;
+use crate::boot;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
 use crate::liveness::{
@@ -435,6 +436,7 @@ impl Zone {
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role.raw())?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw())?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
         self.mem.write(id.at(offset_of!(tmb_member, name)), &field)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, pending)), 0)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, heartbeat_ns)), 0)?;
@@ -598,13 +600,9 @@ impl Zone {
     /// Tells others that the process of a VM has a copy of the descriptor by which the VM's slot is held, since it was started: without an owner they then
     /// know the VM's death by the slot that nobody holds. The next member of the slot is not said to have one.
     pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
-        self.mark(id, format::TMB_HELD_BY_VM)
-    }
-
-    /// Sets a bit beside a slot's rights, which is there until the slot is kept for its next member.
-    fn mark(&self, id: MemberId, bit: u32) -> Result<()> {
-        // With the 4 bytes after the rights, which nobody uses: a word that can be changed at once, since several threads set such bits.
-        self.mem.fetch_or_u64(id.at(offset_of!(tmb_member, rights)), u64::from(bit)).map(drop)
+        let there = member::read(&self.mem, id)?;
+        let at = id.at(offset_of!(tmb_member, rights));
+        self.mem.store_u32(at, there.rights.raw() | format::TMB_HELD_BY_VM)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
@@ -672,7 +670,7 @@ impl Zone {
     /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
         if peer.is_some() {
-            self.mark(id, format::TMB_LET_IN)?;
+            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number())?;
         }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
     }
@@ -785,8 +783,7 @@ impl Zone {
         }
         if there.rights != known.rights {
             let held = if there.held_by_vm { format::TMB_HELD_BY_VM } else { 0 };
-            let rights = known.rights.raw() | held | format::TMB_LET_IN;
-            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights)?;
+            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), known.rights.raw() | held)?;
         }
         if there.name != known.name {
             // A name that the owner found in the table may be one that no member can have.

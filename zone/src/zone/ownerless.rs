@@ -3,7 +3,7 @@
 //!
 //! The owner of a zone holds the slots of VMs that it does not start. When it is killed, the kernel drops these locks and the VMs live on, with the whole
 //! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the record of its process,
-//! where it is of this process's namespaces ([`Room::lives`]); the VM's own process, where that is what held the slot; or the kernel, if no process has the zone
+//! where it is of this process's namespaces ([`Room::lives`]); the host, where it has booted since ([`boot`]); the VM's own process, where that is what held the slot; or the kernel, if no process has the zone
 //! open as they have it, for writing or at all ([`Openers`]). The last two don't depend on the user, the environment and the namespaces of who asks.
 
 use std::fs::File;
@@ -14,9 +14,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::{Owner, Zone, new_session};
+use crate::boot;
 use crate::format::{tmb_member, tmb_zone_header};
 use crate::liveness::{self, OWNER_BYTE, Own, PROMISES_BYTE, TABLE_BYTE};
-use crate::member::{self, Member, MemberId, MemberState, Rights, Role};
+use crate::member::{Member, MemberId, MemberState, Rights, Role};
 use crate::openers::{self, Access, Openers};
 use crate::serve::room::Room;
 use crate::{Error, Result};
@@ -126,9 +127,7 @@ impl Zone {
         }
         for id in MemberId::all() {
             zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-            // Without what is told beside them.
-            let rights = member::read(&zone.mem, id)?.rights;
-            zone.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw())?;
+            zone.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
             zone.mark_dead(id)?;
         }
         zone.header.session = new_session();
@@ -219,8 +218,9 @@ impl Zone {
         let room = Room::of(self.uuid()).ok();
         for slot in slots.iter_mut().filter(is_candidate) {
             let has_joined = matches!(slot.state, MemberState::Active | MemberState::Damaged);
-            let was_let_in = slot.let_in && slot.state == MemberState::Invited;
-            let may_live = has_joined || was_let_in || slot.doorbell.is_some();
+            let was_let_in = slot.let_in != 0 && slot.state == MemberState::Invited;
+            let may_live =
+                (has_joined || was_let_in || slot.doorbell.is_some()) && !boot::is_over(slot.let_in);
             slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name)) {
                 Some(lives) => lives,
                 None if is_owned || slot.held_by_vm || !may_live => false,
