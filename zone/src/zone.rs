@@ -435,7 +435,7 @@ impl Zone {
         self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role.raw())?;
-        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw())?;
+        self.store_rights(id, rights, false)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
         self.mem.write(id.at(offset_of!(tmb_member, name)), &field)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, pending)), 0)?;
@@ -445,7 +445,8 @@ impl Zone {
             self.pend_others(id)?;
         }
         if let Some(owner) = &self.owner {
-            let tenant = Tenant { name: name.to_owned(), role: Some(role), rights, lived: false };
+            let name = name.to_owned();
+            let tenant = Tenant { name, role: Some(role), rights, lived: false, held_by_vm: false };
             owner.ledger.with(id, |entry| entry.tenant = Some(tenant));
             owner.tell(id)?;
         }
@@ -600,9 +601,17 @@ impl Zone {
     /// Tells others that the process of a VM has a copy of the descriptor by which the VM's slot is held, since it was started: without an owner they then
     /// know the VM's death by the slot that nobody holds. The next member of the slot is not said to have one.
     pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
-        let there = member::read(&self.mem, id)?;
-        let at = id.at(offset_of!(tmb_member, rights));
-        self.mem.store_u32(at, there.rights.raw() | format::TMB_HELD_BY_VM)
+        if let Some(owner) = &self.owner {
+            owner
+                .ledger
+                .with(id, |entry| entry.tenant.iter_mut().for_each(|tenant| tenant.held_by_vm = true));
+        }
+        self.store_rights(id, member::read(&self.mem, id)?.rights, true)
+    }
+
+    fn store_rights(&self, id: MemberId, rights: Rights, held_by_vm: bool) -> Result<()> {
+        let held = if held_by_vm { format::TMB_HELD_BY_VM } else { 0 };
+        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw() | held)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
@@ -766,6 +775,7 @@ impl Zone {
                 role: copy.role,
                 rights: copy.rights,
                 lived: true,
+                held_by_vm: false,
             });
             tenant.lived = true;
             if copy.state == MemberState::Active && copy.epoch < format::TMB_EPOCH_END {
@@ -781,9 +791,11 @@ impl Zone {
             let role = known.role.map_or(0, Role::raw);
             self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role)?;
         }
-        if there.rights != known.rights {
-            let held = if there.held_by_vm { format::TMB_HELD_BY_VM } else { 0 };
-            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), known.rights.raw() | held)?;
+        if (there.rights, there.held_by_vm) != (known.rights, known.held_by_vm) {
+            self.store_rights(id, known.rights, known.held_by_vm)?;
+        }
+        if known.role == Some(Role::Vm) && there.let_in != boot::number() {
+            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number())?;
         }
         if there.name != known.name {
             // A name that the owner found in the table may be one that no member can have.
