@@ -72,7 +72,9 @@ impl Place {
     fn server(&self) -> Option<u32> {
         let text = std::fs::read_to_string(self.room("server.process")?).ok()?;
         let pid = text.split_whitespace().next()?.parse().ok()?;
-        Path::new("/proc").join(format!("{pid}/exe")).exists().then_some(pid)
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // One that is ending has its locks until it is a zombie.
+        (!stat.rsplit_once(')')?.1.starts_with(" Z")).then_some(pid)
     }
 
     fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
@@ -110,10 +112,30 @@ impl Vm {
         Vm::with(socket, Some(zone))
     }
 
+    /// One that can only read the zone.
+    fn reading(socket: &Path, zone: &Path) -> Vm {
+        let script = "import mmap, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                      s.recv(8)\nf = open(sys.argv[2], 'rb')\nm = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)\n\
+                      print('in', flush=True)\nsys.stdin.read()";
+        Vm::run(script, socket, Some(zone))
+    }
+
+    /// One that has lost its doorbell since.
+    fn without_doorbell(socket: &Path, zone: &Path) -> Vm {
+        let script = "import mmap, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                      s.recv(8)\nf = open(sys.argv[2], 'r+b')\nm = mmap.mmap(f.fileno(), 0)\ns.close()\n\
+                      print('in', flush=True)\nsys.stdin.read()";
+        Vm::run(script, socket, Some(zone))
+    }
+
     fn with(socket: &Path, zone: Option<&Path>) -> Vm {
         let script = "import mmap, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
                       s.recv(8)\nif sys.argv[2:]:\n  f = open(sys.argv[2], 'r+b')\n  m = mmap.mmap(f.fileno(), 0)\n\
                       print('in', flush=True)\nsys.stdin.read()";
+        Vm::run(script, socket, zone)
+    }
+
+    fn run(script: &str, socket: &Path, zone: Option<&Path>) -> Vm {
         let mut python = Command::new("python3");
         python.args(["-c", script]).arg(socket).args(zone).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = python.spawn().unwrap();
@@ -328,6 +350,35 @@ fn a_vm_whose_server_died_lives_for_commands_of_other_users_and_environments() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Neither is seen by who looks for processes that could write, or for members that have joined or can be rung.
+#[test]
+fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbell() {
+    let starts: [(&[&str], fn(&Path, &Path) -> Vm); 2] =
+        [(&["--read-only"], Vm::reading), (&[], Vm::without_doorbell)];
+    for (rights, start) in starts {
+        let place = Place::new();
+        place.good(&["files", "mkfs", "own.zone"]);
+        let vm = start(&place.invite("a", rights), &place.zone());
+        if rights.is_empty() {
+            place.until("its doorbell is not gone", || place.member("a").unwrap().doorbell.is_none());
+        }
+        kill(place.server().unwrap());
+        place.until("the server lives", || place.server().is_none());
+        for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+            let output = place.run_in("other", args);
+            assert!(!output.status.success(), "{args:?}");
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(
+                said.contains(": a could") || said.contains(&format!("process {} (python3)", vm.0.id())),
+                "{said}"
+            );
+        }
+        drop(vm);
+        let output = place.run_in("other", &["zone", "rm", "own.zone"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 #[test]
 fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let place = Place::new();
@@ -349,6 +400,58 @@ fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     drop(b);
     place.until("it is not declared dead", || place.member("b").unwrap().state == MemberState::Dead);
     assert!(Command::new("umount").arg(&mount).status().unwrap().success());
+}
+
+/// The kernel closes the descriptors of a process that was killed one after the other.
+#[test]
+fn a_vm_lives_at_each_moment_while_its_server_is_killed() {
+    let place = Place::new();
+    // It has no record for who looks here.
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    let zone = Zone::open(place.zone(), true).unwrap();
+    let id = place.member("a").unwrap().id;
+    zone.activate(id).unwrap();
+    let server = place.server().unwrap();
+    std::thread::scope(|scope| {
+        let looks = scope.spawn(|| {
+            let mut ended = 0;
+            while ended < 1000 {
+                assert!(
+                    zone.member(id).unwrap().alive,
+                    "it is not alive, {ended} looks after its server's end"
+                );
+                ended += u32::from(!zone.has_owner().unwrap());
+            }
+        });
+        kill(server);
+        looks.join().unwrap();
+    });
+    drop(vm);
+}
+
+/// Neither an owner nor another process needs to leave the zone for that.
+#[test]
+fn a_vm_that_was_let_in_before_the_host_booted_has_ended() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    let id = place.member("a").unwrap().id;
+    let zone = Zone::open(place.zone(), true).unwrap();
+    zone.activate(id).unwrap();
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    drop(vm);
+    let fsck = || place.run_in("other", &["files", "fsck", "-y", "own.zone"]);
+    let said = String::from_utf8(fsck().stderr).unwrap();
+    assert!(said.contains(": a could"), "this process could be the VM: {said}");
+    // The slot's let_in.
+    let at = 4096 + 256 * u64::from(id.index()) + 20;
+    let boot = zone.mem().load_u32(at).unwrap();
+    assert_ne!(boot, 0);
+    zone.mem().store_u32(at, boot ^ 2).unwrap();
+    assert!(!place.member("a").unwrap().alive);
+    let output = fsck();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// The table says that they run, and no record tells of their end.
@@ -384,6 +487,26 @@ fn a_vm_that_starts_again_at_once_is_not_taken_for_the_one_that_ended() {
         assert!(there.alive && there.state == MemberState::Invited && there.epoch > epoch, "{there:?}");
         drop(again);
     }
+}
+
+#[test]
+fn vms_of_a_server_whose_output_nobody_reads_wait_for_nothing() {
+    let place = Place::new();
+    let sockets = ["a", "b", "c"].map(|name| place.invite(name, &[]));
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    let (_reader, writer) = rustix::pipe::pipe().unwrap();
+    let room = rustix::pipe::fcntl_getpipe_size(&writer).unwrap();
+    std::io::Write::write_all(&mut std::fs::File::from(writer.try_clone().unwrap()), &vec![0; room]).unwrap();
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+    serve.args(["zone", "serve", "own.zone"]).current_dir(place.dir.path()).stdout(writer);
+    let mut server = serve.env("TOMBOLO_ZONES_RUN", place.dir.path().join("run")).spawn().unwrap();
+    place.until("it serves nobody", || place.server() == Some(server.id()) && sockets[2].exists());
+    let vms = sockets.map(|socket| Vm::start(&socket));
+    assert!(["a", "b", "c"].iter().all(|name| place.member(name).unwrap().alive));
+    drop(vms);
+    server.kill().unwrap();
+    server.wait().unwrap();
 }
 
 #[test]

@@ -373,6 +373,24 @@ fn a_project_with_a_zone_and_a_copy_of_its_file_is_refused() {
     lab.good(&["down"]);
 }
 
+/// Its QEMU goes on with all descriptors that it was started with.
+#[test]
+fn a_vm_that_leaves_a_zone_that_it_was_started_with_frees_its_slot_and_can_come_back() {
+    let lab = lab(&[], "zones = { kept = {} }\n[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\n");
+    lab.good(&["up"]);
+    let members = || {
+        lab.ps()["zones"].as_array().unwrap().iter().find(|z| z["name"] == "kept").unwrap()["members"].clone()
+    };
+    for _ in 0..2 {
+        lab.good(&["zone", "detach", "kept", "a"]);
+        assert_eq!(members(), serde_json::json!([]));
+        lab.good(&["zone", "attach", "kept", "a"]);
+        assert_eq!(members(), serde_json::json!(["a"]));
+    }
+    lab.good(&["restart", "a"]);
+    assert_eq!(members(), serde_json::json!(["a"]));
+}
+
 /// Returns a copy of the descriptor by which a process holds a lock: so the process's own one has not been closed yet.
 fn descriptor_with_a_lock(pid: u32) -> OwnedFd {
     let has_lock = |entry: &std::fs::DirEntry| {

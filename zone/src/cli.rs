@@ -14,6 +14,7 @@ use uuid::Uuid;
 use crate::header::Header;
 use crate::numa::{self, Memory};
 use crate::serve::invitation::Invitation;
+use crate::serve::log::Log;
 use crate::serve::start;
 use crate::{Backing, Member, MemberState, Rights, Zone, ZoneConfig};
 
@@ -158,10 +159,9 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
             }
         }
         Command::Serve { zone } => {
-            // Lines of a log, whose reader may have ended.
-            start::run(&zone, &mut |line| {
-                let _ = writeln!(out, "{line}");
-            })?;
+            let stdout = std::io::stdout();
+            let mut log = Log::new(out, stdout.as_fd());
+            start::run(&zone, &mut |line| log.say(&line))?;
         }
         Command::Ls { paths } => list(&paths, json, out)?,
         Command::Rm { paths } => {

@@ -25,12 +25,14 @@
 //! - [`numa`]: the NUMA nodes of a zone's memory.
 //! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
-//! - `writers`: whether any process could write to a zone's file.
+//! - `boot`: a number of the host's boot.
+//! - `openers`: whether any process has a zone's file open.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 #![deny(missing_docs)]
 
 pub mod backing;
+mod boot;
 pub mod cli;
 pub mod daemon;
 pub mod door;
@@ -43,9 +45,9 @@ pub mod liveness;
 pub mod mem;
 pub mod member;
 pub mod numa;
+mod openers;
 pub mod pci;
 pub mod serve;
-mod writers;
 pub mod zone;
 
 pub use backing::Backing;

@@ -55,6 +55,14 @@ impl Liveness {
     pub fn resume(fd: OwnedFd) -> Liveness {
         Liveness { file: fd.into() }
     }
+
+    /// Ends it at once, also where a child process still has a copy of the descriptor.
+    ///
+    /// # Errors
+    /// Those of fcntl(2).
+    pub fn end(self) -> Result<()> {
+        unlock_all(&self.file)
+    }
 }
 
 impl AsFd for Liveness {
@@ -93,26 +101,64 @@ impl Own {
 
     /// Holds another byte too, or frees it. No other process holds it at any time.
     pub(crate) fn set(&self, byte: u32, held: bool) -> Result<()> {
-        let request = lock_request(if held { libc::F_WRLCK } else { libc::F_UNLCK }, byte);
-        // SAFETY: a valid descriptor and a valid struct flock.
-        if unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
-            return Ok(());
-        }
-        Err(Error::last_os("locking the zone's memory"))
+        set(&self.liveness.file, byte, held).map_err(|e| Error::io("locking the zone's memory", e))
     }
+
+    /// Holds another byte too, until the value returned is dropped. The kernel frees all bytes of a process that dies at one moment then. `Ok(None)` when
+    /// another description has it.
+    pub(crate) fn hold_too(&self, byte: u32) -> Result<Option<HeldToo>> {
+        let failed = |e| Error::io("locking the zone's memory", e);
+        let file = self.liveness.file.try_clone().map_err(failed)?;
+        match set(&file, byte, true) {
+            Ok(()) => Ok(Some(HeldToo { file, byte })),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+}
+
+/// Holds a byte by the description that holds others, too.
+#[derive(Debug)]
+pub(crate) struct HeldToo {
+    file: File,
+    byte: u32,
+}
+
+impl Drop for HeldToo {
+    fn drop(&mut self) {
+        let freed = set(&self.file, self.byte, false);
+        debug_assert!(freed.is_ok(), "a process can free a lock that it holds");
+    }
+}
+
+fn set(file: &File, byte: u32, held: bool) -> io::Result<()> {
+    let request = lock_request(if held { libc::F_WRLCK } else { libc::F_UNLCK }, byte);
+    // SAFETY: a valid descriptor and a valid struct flock.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
+        return Ok(());
+    }
+    Err(io::Error::last_os_error())
 }
 
 impl Drop for Own {
     fn drop(&mut self) {
         if std::process::id() == self.process {
-            // All bytes of the description: from the first, of any number.
-            let mut request = lock_request(libc::F_UNLCK, 0);
-            request.l_len = 0;
-            // SAFETY: a valid descriptor and a valid struct flock.
-            let freed = unsafe { libc::fcntl(self.liveness.file.as_raw_fd(), libc::F_OFD_SETLK, &request) };
-            debug_assert_eq!(freed, 0, "a process can free a lock that it holds");
+            let freed = unlock_all(&self.liveness.file);
+            debug_assert!(freed.is_ok(), "a process can free a lock that it holds");
         }
     }
+}
+
+/// Frees all bytes that a description holds.
+fn unlock_all(file: &File) -> Result<()> {
+    // From the first, of any number.
+    let mut request = lock_request(libc::F_UNLCK, 0);
+    request.l_len = 0;
+    // SAFETY: a valid descriptor and a valid struct flock.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
+        return Ok(());
+    }
+    Err(Error::last_os("unlocking the zone's memory"))
 }
 
 /// A new open file description of the same file, so that its locks are its own.
@@ -265,5 +311,14 @@ mod tests {
         assert!(is_held(file.as_fd(), byte).unwrap());
         drop(copy);
         assert!(!is_held(file.as_fd(), byte).unwrap());
+    }
+
+    #[test]
+    fn a_member_that_is_let_go_lives_no_longer_though_a_copy_of_its_descriptor_stays() {
+        let file = tempfile::tempfile().unwrap();
+        let held = try_hold(file.as_fd(), true, 3).unwrap().unwrap();
+        let _copy = held.as_fd().try_clone_to_owned().unwrap();
+        held.end().unwrap();
+        assert!(!is_held(file.as_fd(), 3).unwrap());
     }
 }

@@ -148,6 +148,8 @@ pub struct Member {
     pub recovered_epoch: u64,
     /// It is a VM whose own process holds its liveness.
     pub held_by_vm: bool,
+    /// The boot ([`crate::boot`]) in which it was let in, since its slot was kept for it; 0: it was not.
+    pub let_in: u32,
     /// A process holds the member's liveness (see [`crate::liveness`]), or it is a VM of which it is not known that it has ended with its server.
     pub alive: bool,
 }
@@ -177,6 +179,7 @@ pub(crate) fn read(mem: &SharedMem, id: MemberId) -> Result<Member> {
         heartbeat_ns: mem.load_u64(field(std::mem::offset_of!(tmb_member, heartbeat_ns)))?,
         recovered_epoch: mem.load_u64(field(std::mem::offset_of!(tmb_member, recovered_epoch)))?,
         held_by_vm: rights & format::TMB_HELD_BY_VM != 0,
+        let_in: mem.load_u32(field(std::mem::offset_of!(tmb_member, let_in)))?,
         alive: false,
     })
 }

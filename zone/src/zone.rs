@@ -10,10 +10,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use uuid::Uuid;
 
 use crate::backing::Backing;
+use crate::boot;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
 use crate::liveness::{
-    self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, TABLE_BYTE, member_byte, promise_byte,
+    self, GRANTS_BYTE, HeldToo, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, TABLE_BYTE, member_byte, promise_byte,
 };
 use crate::mem::SharedMem;
 use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
@@ -117,6 +118,12 @@ impl Membership {
 #[derive(Debug)]
 pub struct GrantsHeld {
     _own: Own,
+}
+
+/// What [`Zone::hold_as_owner`] gives.
+#[derive(Debug)]
+pub(crate) struct HeldByOwner {
+    _held: HeldToo,
 }
 
 /// What [`Zone::keep_members_out`] gives.
@@ -428,7 +435,8 @@ impl Zone {
         self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role.raw())?;
-        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw())?;
+        self.store_rights(id, rights, false)?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
         self.mem.write(id.at(offset_of!(tmb_member, name)), &field)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, pending)), 0)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, heartbeat_ns)), 0)?;
@@ -437,7 +445,8 @@ impl Zone {
             self.pend_others(id)?;
         }
         if let Some(owner) = &self.owner {
-            let tenant = Tenant { name: name.to_owned(), role: Some(role), rights, lived: false };
+            let name = name.to_owned();
+            let tenant = Tenant { name, role: Some(role), rights, lived: false, held_by_vm: false };
             owner.ledger.with(id, |entry| entry.tenant = Some(tenant));
             owner.tell(id)?;
         }
@@ -557,8 +566,28 @@ impl Zone {
     /// Holds a member alive: the process that runs a VM takes this before the VM's start and drops it after its end, or lets QEMU inherit it.
     pub fn hold(&self, id: MemberId) -> Result<Liveness> {
         let held = liveness::try_hold(self.file.as_fd(), self.mem.writable(), member_byte(id))?;
-        let held = held.ok_or_else(|| self.refuse_id(id, "another process is this member".to_owned()))?;
-        // After the own byte: who keeps members out takes these two in the other order.
+        let held = held.ok_or_else(|| self.refuse_second(id))?;
+        self.require_not_kept_out(id)?;
+        Ok(held)
+    }
+
+    /// As [`Self::hold`], by the owner for a VM that it has not started. If the owner dies, nobody finds the zone owned and the VM's slot not held: a VM of
+    /// which an owner says so has ended.
+    pub(crate) fn hold_as_owner(&self, id: MemberId) -> Result<HeldByOwner> {
+        let Some(owner) = &self.owner else {
+            return Err(self.refuse_id(id, "is the owner's to hold".to_owned()));
+        };
+        let held = owner.lock.hold_too(member_byte(id))?.ok_or_else(|| self.refuse_second(id))?;
+        self.require_not_kept_out(id)?;
+        Ok(HeldByOwner { _held: held })
+    }
+
+    fn refuse_second(&self, id: MemberId) -> Error {
+        self.refuse_id(id, "another process is this member".to_owned())
+    }
+
+    /// Called with the member's byte held: who keeps members out takes these two in the other order.
+    fn require_not_kept_out(&self, id: MemberId) -> Result<()> {
         if liveness::is_held(self.file.as_fd(), REPAIR_BYTE)? {
             return Err(self.refuse_id(
                 id,
@@ -566,15 +595,23 @@ impl Zone {
                     .to_owned(),
             ));
         }
-        Ok(held)
+        Ok(())
     }
 
     /// Tells others that the process of a VM has a copy of the descriptor by which the VM's slot is held, since it was started: without an owner they then
     /// know the VM's death by the slot that nobody holds. The next member of the slot is not said to have one.
     pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
-        let there = member::read(&self.mem, id)?;
-        let at = id.at(offset_of!(tmb_member, rights));
-        self.mem.store_u32(at, there.rights.raw() | format::TMB_HELD_BY_VM)
+        if let Some(owner) = &self.owner {
+            owner
+                .ledger
+                .with(id, |entry| entry.tenant.iter_mut().for_each(|tenant| tenant.held_by_vm = true));
+        }
+        self.store_rights(id, member::read(&self.mem, id)?.rights, true)
+    }
+
+    fn store_rights(&self, id: MemberId, rights: Rights, held_by_vm: bool) -> Result<()> {
+        let held = if held_by_vm { format::TMB_HELD_BY_VM } else { 0 };
+        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw() | held)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
@@ -639,8 +676,11 @@ impl Zone {
         self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))
     }
 
-    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls.
+    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
+        if peer.is_some() {
+            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number())?;
+        }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
     }
 
@@ -735,6 +775,7 @@ impl Zone {
                 role: copy.role,
                 rights: copy.rights,
                 lived: true,
+                held_by_vm: false,
             });
             tenant.lived = true;
             if copy.state == MemberState::Active && copy.epoch < format::TMB_EPOCH_END {
@@ -750,8 +791,11 @@ impl Zone {
             let role = known.role.map_or(0, Role::raw);
             self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role)?;
         }
-        if there.rights != known.rights {
-            self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), known.rights.raw())?;
+        if (there.rights, there.held_by_vm) != (known.rights, known.held_by_vm) {
+            self.store_rights(id, known.rights, known.held_by_vm)?;
+        }
+        if known.role == Some(Role::Vm) && there.let_in != boot::number() {
+            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number())?;
         }
         if there.name != known.name {
             // A name that the owner found in the table may be one that no member can have.

@@ -363,6 +363,32 @@ fn huge_pages_are_used_or_their_lack_is_explained() {
     assert!(Zone::create(&odd).unwrap_err().to_string().contains("huge page size"));
 }
 
+/// By these the others know the VM's end when the owner is no more.
+#[test]
+fn what_a_member_writes_over_the_words_that_tell_of_a_vms_life_is_written_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let ids = ["started", "attached"].map(|vm| zone.invite(vm, Role::Vm, Rights::READ_WRITE).unwrap());
+    let held = ids.map(|id| zone.hold(id).unwrap());
+    zone.tell_held_by_vm(ids[0]).unwrap();
+    assert_eq!(zone.reap().unwrap(), []);
+    let member = Zone::open(&path, true).unwrap();
+    let before = ids.map(|id| member.member(id).unwrap());
+    assert!(before[0].held_by_vm && !before[1].held_by_vm && before[1].let_in != 0);
+    for rights in 0..4 {
+        for let_in in [0, 1, u32::MAX] {
+            for id in ids {
+                let slot = 4096 + 256 * u64::from(id.index());
+                member.mem().store_u32(slot + 16, rights).unwrap();
+                member.mem().store_u32(slot + 20, let_in).unwrap();
+            }
+            assert_eq!(zone.reap().unwrap(), []);
+            assert_eq!(ids.map(|id| member.member(id).unwrap()), before, "{rights} {let_in}");
+        }
+    }
+    drop(held);
+}
+
 #[test]
 fn a_zone_whose_file_is_cut_short_is_lost_and_its_owner_lives() {
     let dir = tempfile::tempdir().unwrap();

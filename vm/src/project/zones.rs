@@ -290,8 +290,10 @@ impl HostZone {
     /// A member has gone, with or without saying so: its epoch ends and the others are told. Its memory must be out of its
     /// reach, or it has unmounted.
     pub fn gone(&self, member: &str) {
-        let Some(held) = self.lock().remove(member) else { return };
-        if let Err(e) = self.bury(held.id) {
+        let Some(Held { id, liveness }) = self.lock().remove(member) else { return };
+        // Its QEMU, which may go on without the zone, has a copy of the descriptor, and so may a process that it has started.
+        let (buried, ended) = (self.bury(id), liveness.map_or(Ok(()), Liveness::end));
+        for e in buried.err().into_iter().chain(ended.err().map(anyhow::Error::from)) {
             crate::say!("zone '{}', member '{member}': {e:#}", self.name);
         }
     }

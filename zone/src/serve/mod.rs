@@ -10,10 +10,12 @@
 //! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
 //! - [`access`]: permissions of the sockets.
 //! - [`invitation`]: a VM's settings for joining, as QEMU's arguments and as libvirt's XML.
+//! - [`log`]: lines that no reader holds up.
 //! - [`start`]: makes sure that a zone has a server.
 
 pub mod access;
 pub mod invitation;
+pub mod log;
 pub mod room;
 pub mod start;
 
@@ -25,7 +27,8 @@ use std::time::{Duration, Instant};
 
 use crate::doorbell::process::Process;
 use crate::doorbell::{DoorbellServer, Event, Knock};
-use crate::{Error, Liveness, MemberId, MemberState, Result, Rights, Role, Zone};
+use crate::zone::HeldByOwner;
+use crate::{Error, MemberId, MemberState, Result, Rights, Role, Zone};
 use room::Room;
 
 /// Interval at which the server reads the invitations and stamps the owner's heartbeat.
@@ -42,7 +45,7 @@ enum Happening {
 struct Guest {
     process: Option<Process>,
     /// Dropped after the VM's death has been declared.
-    _liveness: Liveness,
+    _liveness: HeldByOwner,
 }
 
 /// An invited VM.
@@ -252,8 +255,14 @@ impl Server {
 
     /// Makes a VM count as alive, before it gets an answer. It gets none while the zone is repaired. If this server dies, the next command and the next server
     /// find the VM by its record.
-    fn admit(&self, id: MemberId, name: &str, rights: Rights, process: Option<&Process>) -> Result<Liveness> {
-        let liveness = self.zone.hold(id)?;
+    fn admit(
+        &self,
+        id: MemberId,
+        name: &str,
+        rights: Rights,
+        process: Option<&Process>,
+    ) -> Result<HeldByOwner> {
+        let liveness = self.zone.hold_as_owner(id)?;
         match process {
             Some(process) => {
                 self.room.note(name, process)?;

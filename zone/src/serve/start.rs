@@ -77,9 +77,11 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
 /// # Errors
 /// There is no such VM, or it is running.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
-    let zone = Zone::take_over_or_open(path)?;
-    let room = Room::of(zone.uuid())?;
+    let room = Room::of(Zone::open(path, false)?.uuid())?;
+    let _turn = turn(&room, path)?;
     room.take_for(path)?;
+    // Alone, so that no server that another command starts meets this process as the owner.
+    let zone = Zone::take_over_or_open(path)?;
     let members = zone.members()?;
     let there = members.iter().find(|m| m.name == member);
     // A member of the zone may have written another name over its own.

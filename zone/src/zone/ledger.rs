@@ -20,6 +20,9 @@ pub(super) struct Tenant {
     pub rights: Rights,
     /// A process has held its liveness: once none does, it has ended.
     pub lived: bool,
+    /// See [`Member::held_by_vm`].
+    #[serde(default)]
+    pub held_by_vm: bool,
 }
 
 /// The record of one slot.
@@ -67,6 +70,7 @@ impl Ledger {
         self.with(member.id, |entry| {
             if let Some(tenant) = entry.tenant.as_ref().filter(|_| member.alive) {
                 (member.name, member.role, member.rights) = (tenant.name.clone(), tenant.role, tenant.rights);
+                member.held_by_vm = tenant.held_by_vm;
             }
         });
     }

@@ -3,31 +3,46 @@
 //!
 //! The owner of a zone holds the slots of VMs that it does not start. When it is killed, the kernel drops these locks and the VMs live on, with the whole
 //! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the record of its process,
-//! where it is of this process's namespaces ([`Room::lives`]); the VM's own process, where that is what held the slot; or the kernel, if no process has the zone
-//! open for writing ([`Writers`]). The last two don't depend on the user, the environment and the namespaces of who asks.
+//! where it is of this process's namespaces ([`Room::lives`]); the host, where it has booted since ([`boot`]); the VM's own process, where that is what held the slot; or the kernel, if no process has the zone
+//! open as they have it, for writing or at all ([`Openers`]). The last two don't depend on the user, the environment and the namespaces of who asks.
 
 use std::fs::File;
+use std::mem::offset_of;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::{Owner, Zone, new_session};
+use crate::boot;
 use crate::format::{tmb_member, tmb_zone_header};
 use crate::liveness::{self, OWNER_BYTE, Own, PROMISES_BYTE, TABLE_BYTE};
-use crate::member::{Member, MemberId, MemberState, Role};
+use crate::member::{Member, MemberId, MemberState, Rights, Role};
+use crate::openers::{self, Access, Openers};
 use crate::serve::room::Room;
-use crate::writers::{self, Writers};
 use crate::{Error, Result};
 
 /// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example.
 const OTHERS: Duration = Duration::from_secs(2);
 
+/// VMs that are alive only because nothing says that they have ended.
+struct Doubted {
+    vms: Vec<MemberId>,
+    access: Access,
+}
+
 /// What keeps a process from becoming the owner.
 enum Hindrance {
-    /// VMs that may live: nothing says that they have ended, and other processes have the zone open.
-    Doubt(Vec<String>, Writers),
+    /// VMs that may live: nothing says that they have ended, and other processes have the zone open so.
+    Doubt(Vec<String>, Access, Openers),
     Other(Error),
+}
+
+impl Doubted {
+    /// Looks for processes that could be these VMs; `None`: there are none of these.
+    fn openers(&self, file: &File) -> Option<Openers> {
+        (!self.vms.is_empty()).then(|| openers::look(file, self.access))
+    }
 }
 
 impl From<Error> for Hindrance {
@@ -46,16 +61,17 @@ impl Zone {
             match Self::try_take_over(path) {
                 Ok(zone) => return Ok(zone),
                 Err(Hindrance::Other(error)) => return Err(error),
-                Err(Hindrance::Doubt(_, Writers::Some)) if began.elapsed() < OTHERS => {
+                Err(Hindrance::Doubt(_, _, Openers::Some)) if began.elapsed() < OTHERS => {
                     std::thread::sleep(Duration::from_millis(20));
                 }
-                Err(Hindrance::Doubt(vms, writers)) => {
-                    let why = match writers {
-                        Writers::Unknown => {
+                Err(Hindrance::Doubt(vms, access, openers)) => {
+                    let why = match (openers, access) {
+                        (Openers::Unknown, _) => {
                             "only the user whose file it is, and root, can find out whether they live"
                                 .to_owned()
                         }
-                        _ => format!("open for writing in {}", writers::names(path)),
+                        (_, Access::Write) => format!("open for writing in {}", openers::names(path, access)),
+                        (_, Access::Any) => format!("open in {}", openers::names(path, access)),
                     };
                     let by = format!("VMs that may have outlived their server: {} ({why})", vms.join(", "));
                     return Err(Error::InUse { zone: path.display().to_string(), by });
@@ -65,10 +81,11 @@ impl Zone {
     }
 
     fn try_take_over(path: &Path) -> std::result::Result<Zone, Hindrance> {
-        // Before this process is one that has the zone open for writing.
+        // Before this process has the zone open for writing.
         let before = Self::open(path, false)?;
         let doubted = before.doubted(&mut before.slots_held()?)?;
-        let mut writers = if doubted.is_empty() { Writers::Some } else { writers::look(&before.file) };
+        let mut openers = doubted.openers(&before.file).unwrap_or(Openers::Some);
+        let looked_for = doubted.access;
         let mut zone = Self::open(path, true)?;
         zone.may_write()?;
         let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
@@ -79,7 +96,7 @@ impl Zone {
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
         if !zone.is_as_before(&before)? {
             // Another owner has let VMs in meanwhile.
-            writers = Writers::Some;
+            openers = Openers::Some;
         }
         let room = zone.room()?;
         let outlived = room.as_ref().map(Room::vms).transpose()?.unwrap_or_default();
@@ -97,20 +114,24 @@ impl Zone {
             return Err(in_use("processes that have its semaphores open".to_owned()).into());
         }
         let doubted = zone.doubted(&mut slots)?;
-        if !doubted.is_empty() && writers != Writers::None {
+        if doubted.access > looked_for {
+            openers = Openers::Some;
+        }
+        if !doubted.vms.is_empty() && openers != Openers::None {
             let name = |id: &MemberId| slots[id.index() as usize].name.clone();
-            return Err(Hindrance::Doubt(doubted.iter().map(name).collect(), writers));
+            return Err(Hindrance::Doubt(doubted.vms.iter().map(name).collect(), doubted.access, openers));
         }
         // All of them have ended.
         if let Some(room) = room {
             room.forget_all()?;
         }
         for id in MemberId::all() {
-            zone.mem.store_u32(id.at(std::mem::offset_of!(tmb_member, doorbell)), 0)?;
+            zone.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+            zone.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
             zone.mark_dead(id)?;
         }
         zone.header.session = new_session();
-        zone.mem.store_u64(std::mem::offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
+        zone.mem.store_u64(offset_of!(tmb_zone_header, session) as u64, zone.header.session)?;
         zone.owner = Some(Owner::new(owner)?);
         Ok(zone)
     }
@@ -182,15 +203,18 @@ impl Zone {
     pub(super) fn settle(&self, slots: &mut [Member]) -> Result<()> {
         let doubted = self.doubted(slots)?;
         // A process that could write would find itself.
-        if !doubted.is_empty() && !self.mem.writable() && writers::look(&self.file) == Writers::None {
-            slots.iter_mut().filter(|slot| doubted.contains(&slot.id)).for_each(|slot| slot.alive = false);
+        if !self.mem.writable() && doubted.openers(&self.file) == Some(Openers::None) {
+            slots
+                .iter_mut()
+                .filter(|slot| doubted.vms.contains(&slot.id))
+                .for_each(|slot| slot.alive = false);
         }
         Ok(())
     }
 
-    /// As [`Self::settle`], by what the slots and the records tell. Returns the VMs that are alive only because nothing says that they have ended.
-    fn doubted(&self, slots: &mut [Member]) -> Result<Vec<MemberId>> {
-        let mut doubted = Vec::new();
+    /// As [`Self::settle`], by what the slots and the records tell.
+    fn doubted(&self, slots: &mut [Member]) -> Result<Doubted> {
+        let mut doubted = Doubted { vms: Vec::new(), access: Access::Write };
         let is_candidate = |slot: &&mut Member| !slot.alive && slot.role != Some(Role::Host);
         if self.is_owner() || self.is_in_guest() || !slots.iter_mut().any(|slot| is_candidate(&slot)) {
             return Ok(doubted);
@@ -199,13 +223,18 @@ impl Zone {
         let is_owned = liveness::is_held(self.file.as_fd(), PROMISES_BYTE)?;
         let room = self.room()?;
         for slot in slots.iter_mut().filter(is_candidate) {
-            let was_let_in =
-                matches!(slot.state, MemberState::Active | MemberState::Damaged) || slot.doorbell.is_some();
+            let has_joined = matches!(slot.state, MemberState::Active | MemberState::Damaged);
+            let was_let_in = slot.let_in != 0 && slot.state == MemberState::Invited;
+            let may_live =
+                (has_joined || was_let_in || slot.doorbell.is_some()) && !boot::is_over(slot.let_in);
             slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name)) {
                 Some(lives) => lives,
-                None if is_owned || slot.held_by_vm || !was_let_in => false,
+                None if is_owned || slot.held_by_vm || !may_live => false,
                 None => {
-                    doubted.push(slot.id);
+                    doubted.vms.push(slot.id);
+                    if slot.rights == Rights::READ_ONLY {
+                        doubted.access = Access::Any;
+                    }
                     true
                 }
             };

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which boot of the host this is: a VM that was let in before the host booted has ended, and nobody else needs to say so.
+
+use std::sync::LazyLock;
+
+use uuid::Uuid;
+
+/// The number while it can't be told which boot this is.
+const UNKNOWN: u32 = 1;
+
+static NUMBER: LazyLock<u32> = LazyLock::new(|| {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
+    id.and_then(|id| Uuid::parse_str(id.trim()).ok()).map_or(UNKNOWN, number_of)
+});
+
+/// 32 of the 122 random bits are enough: that two boots in a row have the same number is no error, only a VM's end is not known by it then.
+fn number_of(boot: Uuid) -> u32 {
+    let (high, _) = boot.as_u64_pair();
+    // The kinds of number that mean something else are two.
+    ((high >> 32) as u32).max(UNKNOWN + 1)
+}
+
+/// A number of this boot, not 0.
+pub(crate) fn number() -> u32 {
+    *NUMBER
+}
+
+/// Returns whether it is known that this was a boot before this one.
+pub(crate) fn is_over(boot: u32) -> bool {
+    boot > UNKNOWN && number() > UNKNOWN && boot != number()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_another_boot_that_is_known_is_over() {
+        assert!(number() > UNKNOWN);
+        assert!(is_over(number() ^ 2) && !is_over(number()) && !is_over(0) && !is_over(UNKNOWN));
+        assert_eq!(number_of(Uuid::nil()), 2);
+    }
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Whether any process has a file open, or mapped, whoever it is and wherever: the kernel grants a read lease (`F_SETLEASE`, fcntl(2)) only on a file that none
+//! has open for writing, and a write lease only on one that none else has open at all.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::io::Errno;
+
+/// fcntl(2); libc has no name for it.
+const F_SETSIG: libc::c_int = 10;
+
+/// How processes that are looked for have a file open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Access {
+    /// For writing.
+    Write,
+    /// For writing, or only for reading.
+    Any,
+}
+
+/// Other processes that have a file open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Openers {
+    None,
+    Some,
+    /// The file is another user's.
+    Unknown,
+}
+
+/// Looks for processes that have this file open so, this one among them, but for this description, which is open for reading.
+pub(crate) fn look(file: &File, access: Access) -> Openers {
+    // Of memory without a name the kernel doesn't count who has it open by its first description.
+    if file.metadata().is_ok_and(|of| of.nlink() == 0) {
+        return among(&holders(file, access));
+    }
+    let fd = file.as_raw_fd();
+    let lease = match access {
+        Access::Write => libc::F_RDLCK,
+        Access::Any => libc::F_WRLCK,
+    };
+    // SAFETY: each call has a valid descriptor and a number. A process that opens the file while the lease lasts, and conflicts with it, waits for its end and has the
+    // holder sent this signal, which is ignored unless a handler is set.
+    let taken = unsafe {
+        libc::fcntl(fd, F_SETSIG, libc::SIGURG);
+        libc::fcntl(fd, libc::F_SETLEASE, lease)
+    };
+    if taken == 0 {
+        // SAFETY: as above.
+        unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) };
+        return Openers::None;
+    }
+    match Errno::from_io_error(&std::io::Error::last_os_error()) {
+        Some(Errno::AGAIN) => Openers::Some,
+        Some(Errno::ACCESS | Errno::PERM) => Openers::Unknown,
+        // A file system without leases: this process sees at least the processes of its own PID namespace and user.
+        _ => among(&holders(file, access)),
+    }
+}
+
+fn among(holders: &[u32]) -> Openers {
+    if holders.is_empty() { Openers::None } else { Openers::Some }
+}
+
+/// The processes that have the file at this path mapped so, for a message: those that this process may look at.
+pub(crate) fn names(path: &Path, access: Access) -> String {
+    let found = File::open(path).map(|file| holders(&file, access)).unwrap_or_default();
+    let name = |pid: &u32| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        format!("process {pid} ({})", name.trim())
+    };
+    match found.iter().map(name).collect::<Vec<_>>() {
+        named if named.is_empty() => "a process that this one can't see".to_owned(),
+        named => named.join(", "),
+    }
+}
+
+/// Other processes that have this file mapped so.
+fn holders(file: &File, access: Access) -> Vec<u32> {
+    let Ok(meta) = file.metadata() else { return Vec::new() };
+    let (device, inode) = (in_maps(meta.dev()), meta.ino().to_string());
+    let own = std::process::id();
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
+    let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let maps_it = |pid: &u32| {
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+        // Addresses, rights, offset, device, inode, path.
+        maps.lines().any(|line| {
+            let mut fields = line.split_ascii_whitespace().skip(1);
+            let (rights, place) = (fields.next(), (fields.nth(1), fields.next()));
+            rights.is_some_and(|r| access == Access::Any || r.contains('w'))
+                && place == (Some(&device), Some(&inode))
+        })
+    };
+    numbers.filter(|pid| *pid != own).filter(maps_it).collect()
+}
+
+/// A device's number as /proc/PID/maps has it.
+fn in_maps(device: u64) -> String {
+    format!("{:02x}:{:02x}", rustix::fs::major(device), rustix::fs::minor(device))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::SharedMem;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn whoever_could_write_to_a_file_is_found_also_by_a_mapping_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        let file = File::create_new(&path).unwrap();
+        file.set_len(1 << 16).unwrap();
+        drop(file);
+        let reader = File::open(&path).unwrap();
+        assert_eq!(look(&reader, Access::Write), Openers::None);
+        let second = File::open(&path).unwrap();
+        assert_eq!(look(&reader, Access::Write), Openers::None, "another reader");
+        let writer = File::options().read(true).write(true).open(&path).unwrap();
+        assert_eq!(look(&reader, Access::Write), Openers::Some, "a descriptor");
+        let mapping = SharedMem::map(writer.as_fd(), 0, 1 << 16, true).unwrap();
+        drop(writer);
+        assert_eq!(look(&reader, Access::Write), Openers::Some, "a mapping");
+        drop(mapping);
+        assert_eq!(look(&reader, Access::Write), Openers::None);
+        assert_eq!(look(&reader, Access::Any), Openers::Some, "another reader");
+        drop(second);
+        assert_eq!(look(&reader, Access::Any), Openers::None);
+        let second = File::open(&path).unwrap();
+        let mapping = SharedMem::map(second.as_fd(), 0, 1 << 16, false).unwrap();
+        drop(second);
+        assert_eq!(look(&reader, Access::Any), Openers::Some, "another reader's mapping");
+        drop(mapping);
+        assert_eq!(look(&reader, Access::Any), Openers::None);
+        // The lease has ended.
+        File::options().write(true).open(&path).unwrap();
+    }
+
+    /// The kernel grants a lease on it.
+    #[test]
+    fn a_process_that_has_memory_without_a_name_is_found() {
+        let script = "import mmap, os, sys\nf = os.memfd_create('zone')\nos.ftruncate(f, 4096)\nm = mmap.mmap(f, 0)\nprint(f, flush=True)\nsys.stdin.read()";
+        let piped = std::process::Stdio::piped;
+        let mut python = std::process::Command::new("python3");
+        let mut child = python.args(["-c", script]).stdin(piped()).stdout(piped()).spawn().unwrap();
+        let mut number = String::new();
+        let mut lines = std::io::BufReader::new(child.stdout.as_mut().unwrap());
+        std::io::BufRead::read_line(&mut lines, &mut number).unwrap();
+        let file = File::open(format!("/proc/{}/fd/{}", child.id(), number.trim())).unwrap();
+        assert_eq!(look(&file, Access::Write), Openers::Some);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(look(&file, Access::Write), Openers::None);
+    }
+
+    #[test]
+    fn a_process_that_maps_a_file_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let script = "import mmap, sys\nf = open(sys.argv[1], 'r+b')\nm = mmap.mmap(f.fileno(), 0)\nprint(flush=True)\nsys.stdin.read()";
+        let piped = std::process::Stdio::piped;
+        let mut python = std::process::Command::new("python3");
+        let mut child =
+            python.args(["-c", script]).arg(&path).stdin(piped()).stdout(piped()).spawn().unwrap();
+        let mut line = [0];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut line).unwrap();
+        assert_eq!(names(&path, Access::Write), format!("process {} (python3)", child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(names(&path, Access::Write), "a process that this one can't see");
+    }
+}
