@@ -353,13 +353,13 @@ fn a_vm_whose_server_died_lives_for_commands_of_other_users_and_environments() {
 /// Neither is seen by who looks for processes that could write, or for members that have joined or can be rung.
 #[test]
 fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbell() {
-    let starts: [(&[&str], fn(&Path, &Path) -> Vm); 2] =
-        [(&["--read-only"], Vm::reading), (&[], Vm::without_doorbell)];
-    for (rights, start) in starts {
+    for can_write in [false, true] {
         let place = Place::new();
         place.good(&["files", "mkfs", "own.zone"]);
-        let vm = start(&place.invite("a", rights), &place.zone());
-        if rights.is_empty() {
+        let socket = place.invite("a", if can_write { &[] } else { &["--read-only"] });
+        let start = if can_write { Vm::without_doorbell } else { Vm::reading };
+        let vm = start(&socket, &place.zone());
+        if can_write {
             place.until("its doorbell is not gone", || place.member("a").unwrap().doorbell.is_none());
         }
         kill(place.server().unwrap());
