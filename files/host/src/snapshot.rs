@@ -179,15 +179,13 @@ pub fn take_within(
 }
 
 /// Returns whether a file lies in the file system itself, on a FUSE mount of it: a time that is set at one end shows at the other.
-pub fn is_inside(fs: &Filesystem, file: &File) -> std::io::Result<bool> {
-    if rustix::fs::fstatfs(file)?.f_type != FUSE {
-        return Ok(false);
-    }
+pub fn is_inside(fs: &Filesystem, file: &File) -> bool {
     let mark = uuid::Uuid::new_v4().as_fields().0 % 1_000_000_000;
     let at = Timespec { tv_sec: 1, tv_nsec: mark.into() };
-    rustix::fs::futimens(file, &Timestamps { last_access: at, last_modification: at })?;
-    let found = fs.getattr(Handle::from(rustix::fs::fstat(file)?.st_ino));
-    Ok(found.is_ok_and(|attr| attr.mtime == 1_000_000_000 + i64::from(mark)))
+    let marked = rustix::fs::fstatfs(file).is_ok_and(|of| of.f_type == FUSE)
+        && rustix::fs::futimens(file, &Timestamps { last_access: at, last_modification: at }).is_ok();
+    let Some(there) = marked.then(|| rustix::fs::fstat(file).ok()).flatten() else { return false };
+    fs.getattr(Handle::from(there.st_ino)).is_ok_and(|attr| attr.mtime == 1_000_000_000 + i64::from(mark))
 }
 
 fn check(image: &Area, progress: Progress<'_>) -> anyhow::Result<()> {

@@ -51,15 +51,11 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
     let image = File::options().read(true).write(true).create_new(true).open(&args.image);
     let image = image.with_context(|| format!("{at}: the image can't be made"))?;
-    let taken = match snapshot::is_inside(&fs, &image) {
-        Ok(true) => {
-            Err(anyhow::anyhow!("{at}: lies in the zone itself; write the image to another file system"))
-        }
-        Ok(false) => {
-            let mut meter = Meter::new(json);
-            snapshot::take(&fs, &image, &mut |s, d, o| meter.show(s, d, o))
-        }
-        Err(e) => Err(e).with_context(|| format!("{at}: looking where it lies")),
+    let taken = if snapshot::is_inside(&fs, &image) {
+        Err(anyhow::anyhow!("{at}: lies in the zone itself; write the image to another file system"))
+    } else {
+        let mut meter = Meter::new(json);
+        snapshot::take(&fs, &image, &mut |s, d, o| meter.show(s, d, o))
     };
     drop(fs);
     if let Some(joined) = joined {
