@@ -616,22 +616,23 @@ impl Zone {
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
     pub fn leave(&self, membership: Membership) -> Result<()> {
-        let id = membership.id;
+        let Membership { id, epoch, liveness } = membership;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
         let at = id.at(offset_of!(tmb_member, state_epoch));
-        let active = format::state_epoch(format::TMB_MEMBER_ACTIVE, membership.epoch);
-        let invited = format::state_epoch(format::TMB_MEMBER_INVITED, membership.epoch);
-        self.mem.cas_u64(at, active, invited)?.map_err(|found| {
+        let active = format::state_epoch(format::TMB_MEMBER_ACTIVE, epoch);
+        let invited = format::state_epoch(format::TMB_MEMBER_INVITED, epoch);
+        let left = self.mem.cas_u64(at, active, invited)?.map_err(|found| {
             self.refuse_id(
                 id,
                 format!(
-                    "is {:?} in epoch {}, not active in epoch {}: it was declared dead or removed",
+                    "is {:?} in epoch {}, not active in epoch {epoch}: it was declared dead or removed",
                     MemberState::from_word(found),
-                    format::epoch_of(found),
-                    membership.epoch
+                    format::epoch_of(found)
                 ),
             )
-        })
+        });
+        // A process that is being started has a copy of the descriptor until its exec.
+        left.and(liveness.end())
     }
 
     /// Declares that an active member died: its epoch ends, its doorbell is cleared, and the other members are told (see [`Self::announce`]).

@@ -499,8 +499,14 @@ void tmb_sync_close(tmb_sync *s)
 		tmb_session_free(s->h, s->session, s->session_word);
 	if (s->map != MAP_FAILED)
 		munmap(s->map, s->map_len);
-	if (!is_inherited(s))
+	if (!is_inherited(s)) {
+		struct flock lock = { .l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = SESSION_LOCKS + s->session, .l_len = 1 };
+
+		/* A process that is being started has a copy of the descriptor until its exec. */
+		if (!s->device)
+			fcntl(s->fd, F_OFD_SETLK, &lock);
 		close(s->fd);
+	}
 	unlock_sessions(cancel);
 	pthread_mutex_destroy(&s->readers_lock);
 	free(s);

@@ -216,8 +216,11 @@ fn leaving_keeps_the_slot_and_a_stale_membership_cannot_leave() {
     let member = zone.join(id).unwrap();
     assert!(zone.invite("a", Role::Host, Rights::READ_WRITE).unwrap_err().to_string().contains("already"));
     assert!(zone.remove(id).unwrap_err().to_string().contains("stop it first"));
+    // As a process has it that is being started.
+    let _copy = member.liveness().as_fd().try_clone_to_owned().unwrap();
     zone.leave(member).unwrap();
-    assert_eq!(zone.member(id).unwrap().state, MemberState::Invited);
+    let there = zone.member(id).unwrap();
+    assert_eq!((there.state, there.alive), (MemberState::Invited, false));
     let member = zone.join(id).unwrap();
     zone.declare_dead(id).unwrap();
     assert!(zone.leave(member).unwrap_err().to_string().contains("declared dead"));

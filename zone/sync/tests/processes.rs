@@ -2,6 +2,7 @@
 //! Semaphores and locks between real processes of the host: exclusion, waiting, death.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -513,6 +514,17 @@ fn who_waits_for_a_process_that_stands_still_in_the_table_is_ended_by_a_signal_o
     drop(still);
 }
 
+/// Returns copies of this process's descriptors of a file, as a process has them that is being started.
+fn copies(path: &Path) -> Vec<OwnedFd> {
+    let numbers = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
+        let link = entry.unwrap().path();
+        (std::fs::read_link(&link).ok()? == path).then(|| link.file_name()?.to_str()?.parse().ok()).flatten()
+    });
+    // SAFETY: they are open: this test alone uses the file, in this thread.
+    let copy = |number| unsafe { BorrowedFd::borrow_raw(number) }.try_clone_to_owned().unwrap();
+    numbers.map(copy).collect()
+}
+
 #[test]
 fn a_zone_that_nobody_serves_is_refused_and_one_in_use_is_not_taken_over() {
     let dir = tempfile::tempdir().unwrap();
@@ -525,6 +537,7 @@ fn a_zone_that_nobody_serves_is_refused_and_one_in_use_is_not_taken_over() {
     drop(agent);
     let said = Zone::take_over(&path).unwrap_err().to_string();
     assert!(said.contains("semaphores open"), "{said}");
+    let _copies = copies(&path);
     drop(sync);
     let agent = Agent::start(Arc::new(Zone::take_over(&path).unwrap()), None).unwrap();
     assert_eq!(Semaphore::open(agent.sync(), "kept").unwrap().value(), Ok(7), "what is named persists");
