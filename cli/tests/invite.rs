@@ -248,8 +248,6 @@ fn vms_that_are_invited_and_expelled_at_once_keep_no_server_from_starting() {
             }
         });
         assert!(come.iter().all(|name| place.member(name).is_some()) && place.server().is_some());
-        // The server may have seen one's empty slot before it saw that the VM is expelled.
-        place.until("they have slots", || go.iter().all(|name| place.member(name).is_none()));
     }
 }
 
