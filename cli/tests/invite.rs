@@ -72,9 +72,10 @@ impl Place {
     fn server(&self) -> Option<u32> {
         let text = std::fs::read_to_string(self.room("server.process")?).ok()?;
         let pid = text.split_whitespace().next()?.parse().ok()?;
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // One that is ending has its locks until it is a zombie.
-        (!stat.rsplit_once(')')?.1.starts_with(" Z")).then_some(pid)
+        // One that is ending has its locks until its last thread has ended.
+        let owns = || Zone::open(self.zone(), false).is_ok_and(|zone| zone.has_owner().unwrap());
+        let process = Path::new("/proc").join(format!("{pid}"));
+        (process.join("exe").exists() || process.exists() && owns()).then_some(pid)
     }
 
     fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
@@ -254,6 +255,26 @@ fn vms_that_are_invited_at_once_share_one_server() {
     });
     let invited = |name: &&str| place.member(name).is_some_and(|m| m.state == MemberState::Invited);
     assert!(names.iter().all(invited) && place.server().is_some());
+}
+
+/// Each of these commands becomes the zone's owner for a moment while it has none.
+#[test]
+fn vms_that_are_invited_and_expelled_at_once_keep_no_server_from_starting() {
+    let place = Place::new();
+    let (come, go) = (["a", "b", "c", "d"], ["e", "f", "g", "h"]);
+    for _ in 0..5 {
+        go.iter().for_each(|name| drop(place.invite(name, &[])));
+        kill(place.server().unwrap());
+        place.until("the server lives", || place.server().is_none());
+        std::thread::scope(|scope| {
+            for (comes, goes) in come.iter().zip(go) {
+                let place = &place;
+                scope.spawn(move || place.invite(comes, &[]));
+                scope.spawn(move || drop(place.good(&["zone", "expel", "own.zone", goes])));
+            }
+        });
+        assert!(come.iter().all(|name| place.member(name).is_some()) && place.server().is_some());
+    }
 }
 
 #[test]
@@ -501,7 +522,10 @@ fn vms_of_a_server_whose_output_nobody_reads_wait_for_nothing() {
     let mut serve = Command::new(env!("CARGO_BIN_EXE_tombolo"));
     serve.args(["zone", "serve", "own.zone"]).current_dir(place.dir.path()).stdout(writer);
     let mut server = serve.env("TOMBOLO_ZONES_RUN", place.dir.path().join("run")).spawn().unwrap();
-    place.until("it serves nobody", || place.server() == Some(server.id()) && sockets[2].exists());
+    place.until("it serves nobody", || {
+        assert_eq!(server.try_wait().unwrap(), None, "it has ended");
+        place.server() == Some(server.id()) && sockets[2].exists()
+    });
     let vms = sockets.map(|socket| Vm::start(&socket));
     assert!(["a", "b", "c"].iter().all(|name| place.member(name).unwrap().alive));
     drop(vms);
