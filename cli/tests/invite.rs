@@ -274,6 +274,7 @@ fn vms_that_are_invited_and_expelled_at_once_keep_no_server_from_starting() {
             }
         });
         assert!(come.iter().all(|name| place.member(name).is_some()) && place.server().is_some());
+        assert!(go.iter().all(|name| place.member(name).is_none()), "one that was expelled is back");
     }
 }
 

@@ -87,8 +87,10 @@ impl Server {
         let mut server = Server { zone, bells, room, happenings, sender, listening, guests };
         // Those of the records first: members may have written names into all slots, and names that can't be served.
         let recorded = server.look();
-        server.adopt()?;
+        let adopted = server.adopt();
         let looked = recorded.and(server.look());
+        server.room.note_started()?;
+        adopted?;
         if server.listening.is_empty() { looked.map(|()| server) } else { Ok(server) }
     }
 

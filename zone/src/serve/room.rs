@@ -20,6 +20,8 @@ use crate::{Error, Result, Rights};
 
 /// The server's own record.
 const SERVER: &str = "server.process";
+/// The server's record while it does not know yet whom it serves.
+const STARTING: &str = "server.starting";
 /// What a VM's name has behind it in the name of the record of its process.
 const RECORD: &str = ".vm";
 /// The record of the zone's file: its device, number and path.
@@ -269,14 +271,30 @@ impl Room {
         process::lives(number.parse().ok()?, start.parse().ok()?)
     }
 
-    /// Records this process as the zone's server.
+    /// Records this process as the zone's server, which is starting.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn note_server(&self) -> Result<()> {
-        let (path, own) = (self.0.join(SERVER), std::process::id());
-        replace(&path, line(own, started(own)))
-            .map_err(|e| Error::io(format!("writing {}", path.display()), e))
+        let own = std::process::id();
+        [STARTING, SERVER].iter().try_for_each(|name| {
+            let path = self.0.join(name);
+            replace(&path, line(own, started(own)))
+                .map_err(|e| Error::io(format!("writing {}", path.display()), e))
+        })
+    }
+
+    /// Records that the server knows whom it serves: it takes no name from the member table any more.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn note_started(&self) -> Result<()> {
+        remove(&self.0.join(STARTING))
+    }
+
+    /// Returns whether the zone's server is starting.
+    pub fn is_starting(&self) -> bool {
+        living(&self.0.join(STARTING)).is_some()
     }
 
     /// Returns the process of the zone's server, if it lives.

@@ -15,6 +15,9 @@ use crate::{Error, MemberState, Rights, Role, Zone};
 /// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long a process that owns the zone, and is no server, may be one that begins or ends.
+const CHANGE: Duration = Duration::from_secs(2);
+
 /// Keeps a slot of the zone in a file for a VM that tombolo does not start, and makes sure that the zone has a server: without one it
 /// starts `program` `zone serve FILE` in the background. A VM that has a slot keeps it.
 ///
@@ -27,14 +30,14 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     room.take_for(&path)?;
     // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
     let zone = Zone::take_over_or_open(&path)?;
-    let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
-    if !zone.is_owner() && zone.has_owner()? && room.server().is_none() {
+    if !zone.is_owner() && !is_served(&zone, &room)? {
         bail!(
             "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
              name the VM in that project's compose file, or end it first",
             path.display()
         );
     }
+    let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
     match known {
         Some(there)
             if there.rights == rights && there.role == Some(Role::Vm) && there.state != MemberState::Dead => {
@@ -72,16 +75,32 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
     }
 }
 
-/// Frees the slot of a VM that is not running, and forgets its invitation. The zone's server removes the VM's socket.
+/// Returns whether a server of VMs has the zone, or no process; a server that begins or ends is waited for.
+fn is_served(zone: &Zone, room: &Room) -> crate::Result<bool> {
+    let began = Instant::now();
+    while zone.has_owner()? && (room.server().is_none() || room.is_starting()) {
+        if began.elapsed() > CHANGE {
+            return Ok(room.server().is_some());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(true)
+}
+
+/// Forgets the invitation of a VM that is not running, and frees its slot. The zone's server does that, where there is one, and removes the VM's socket.
 ///
 /// # Errors
-/// There is no such VM, or it is running.
+/// There is no such VM, or it is running; the server does not answer.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let room = Room::of(Zone::open(path, false)?.uuid())?;
     let _turn = turn(&room, path)?;
     room.take_for(path)?;
     // Alone, so that no server that another command starts meets this process as the owner.
     let zone = Zone::take_over_or_open(path)?;
+    // A server that is starting invites whom the member table has.
+    if !zone.is_owner() {
+        is_served(&zone, &room)?;
+    }
     let members = zone.members()?;
     let there = members.iter().find(|m| m.name == member);
     // A member of the zone may have written another name over its own.
@@ -93,15 +112,44 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     if let Some((_, pid)) = vms.iter().find(|(name, _)| name == member) {
         bail!("{}: the VM '{member}' lives (process {pid}); stop it first", path.display());
     }
-    there.map_or(Ok(()), |there| zone.remove(there.id))?;
-    Ok(room.expel(member)?)
+    if there.is_some_and(|there| there.alive) {
+        bail!(
+            "{}: the VM '{member}' lives, or it is not known that it has ended; stop it first",
+            path.display()
+        );
+    }
+    room.expel(member)?;
+    let Some(id) = there.map(|there| there.id) else { return Ok(()) };
+    let began = Instant::now();
+    while room.server().is_some() {
+        let slot = zone.member(id)?;
+        if slot.name != member || slot.state == MemberState::Empty {
+            return Ok(());
+        }
+        if began.elapsed() > TIMEOUT {
+            bail!(
+                "{}: the zone's server has not freed the slot of '{member}' within {} s; its log: {}",
+                path.display(),
+                TIMEOUT.as_secs(),
+                room.log().display()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // There was none, or it has ended before it looked.
+    let slot = zone.member(id)?;
+    if slot.name == member && slot.state != MemberState::Empty {
+        zone.remove(id)?;
+    }
+    Ok(())
 }
 
 /// Waits until the socket exists, with a server of this program's unless another process serves the zone.
 fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     let mut own: Option<Child> = None;
-    while !(room.server().is_some() && socket.exists()) {
+    // A server that was killed has left its sockets.
+    while room.server().is_none() || room.is_starting() || !socket.exists() {
         if room.server().is_none() && own.is_none() {
             own = Some(spawn(path, room, program)?);
         }
