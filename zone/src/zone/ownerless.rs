@@ -3,8 +3,9 @@
 //!
 //! The owner of a zone holds the slots of VMs that it does not start. When it is killed, the kernel drops these locks and the VMs live on, with the whole
 //! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the record of its process,
-//! where it is of this process's namespaces ([`Room::lives`]); the host, where it has booted since ([`boot`]); the VM's own process, where that is what held the slot; or the kernel, if no process has the zone
-//! open as they have it, for writing or at all ([`Openers`]). The last two don't depend on the user, the environment and the namespaces of who asks.
+//! where it is of this process's namespaces ([`Room::lives`]); the host, where it has booted since ([`boot`]); the VM's own process, where that is what held
+//! the slot; or the kernel, if no process has the zone open as these VMs have it ([`Openers`]). All but the record are the same for each user, environment
+//! and namespace.
 
 use std::fs::File;
 use std::mem::offset_of;
