@@ -350,6 +350,65 @@ fn a_vm_whose_server_died_lives_for_commands_of_other_users_and_environments() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// LXC and systemd-nspawn give each container such a number, and the VM runs beside it.
+#[test]
+fn a_vm_whose_server_died_lives_for_a_container_that_has_a_boot_of_its_own() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    let script = "cat /proc/sys/kernel/random/uuid > boot && mount --bind boot /proc/sys/kernel/random/boot_id && \
+                  TOMBOLO_ZONES_RUN=$PWD/other exec \"$@\"";
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let mut contained = Command::new("unshare");
+        contained.args(["-rm", "sh", "-c", script, "sh", env!("CARGO_BIN_EXE_tombolo")]).args(args);
+        let output = contained.current_dir(place.dir.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        let refused = [": a could", "may have outlived their server: a"];
+        assert!(
+            !output.status.success() && refused.iter().any(|words| said.contains(words)),
+            "{args:?}: {said}"
+        );
+    }
+    drop(vm);
+}
+
+/// The folder is that of a login and its absence that of a service, say.
+#[test]
+fn the_record_of_a_vms_earlier_life_in_another_folder_says_nothing_of_its_present_one() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let invite_in = |folder: &str| -> PathBuf {
+        let output = place.run_in(folder, &["zone", "invite", "own.zone", "a", "--json"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let invitation: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        invitation["socket"].as_str().unwrap().into()
+    };
+    let server_in = |folder: &str| {
+        let uuid = Zone::open(place.zone(), false).unwrap().uuid().to_string();
+        let record = place.dir.path().join(folder).join(uuid).join("server.process");
+        std::fs::read_to_string(record).unwrap().split_once(' ').unwrap().0.parse::<u32>().unwrap()
+    };
+    let ended =
+        || place.until("the server lives", || !Zone::open(place.zone(), false).unwrap().has_owner().unwrap());
+    let vm = Vm::mapping(&invite_in("first"), &place.zone());
+    kill(server_in("first"));
+    ended();
+    drop(vm);
+    let vm = Vm::mapping(&invite_in("second"), &place.zone());
+    kill(server_in("second"));
+    ended();
+    for folder in ["first", "second", "third"] {
+        let output = place.run_in(folder, &["files", "fsck", "-y", "own.zone"]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(": a could"), "{folder}: {said}");
+    }
+    drop(vm);
+    let output = place.run_in("first", &["files", "fsck", "-y", "own.zone"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// Neither is seen by who looks for processes that could write, or for members that have joined or can be rung.
 #[test]
 fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbell() {
