@@ -529,6 +529,39 @@ fn vms_that_ended_with_their_host_are_expelled_and_get_other_rights() {
     assert_eq!(place.member("b").unwrap().rights, Rights::READ_ONLY);
 }
 
+/// Each waits for the server, which looks once a second.
+#[test]
+fn many_vms_are_invited_and_expelled_at_once() {
+    let place = Place::new();
+    let names: Vec<String> = (0..50).map(|i| format!("vm-{i}")).collect();
+    for command in ["invite", "expel"] {
+        std::thread::scope(|scope| {
+            for name in &names {
+                scope.spawn(|| place.good(&["zone", command, "own.zone", name]));
+            }
+        });
+    }
+    assert_eq!(Zone::open(place.zone(), false).unwrap().members().unwrap(), []);
+}
+
+/// The owner kept the former slot, and gave it to the new invitation, which had another one by then; expelled again, the VM was still in the table.
+#[test]
+fn a_vm_that_is_expelled_and_invited_again_at_once_has_one_slot() {
+    let place = Place::new();
+    place.invite("other", &[]);
+    for _ in 0..5 {
+        place.invite("a", &[]);
+        place.good(&["zone", "expel", "own.zone", "a"]);
+        assert!(!place.room("a.sock").unwrap().exists(), "the server has not seen it");
+    }
+    place.invite("a", &["--read-only"]);
+    let members = Zone::open(place.zone(), false).unwrap().members().unwrap();
+    let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
+    assert_eq!(names.iter().filter(|name| **name == "a").count(), 1, "{names:?}");
+    place.good(&["zone", "expel", "own.zone", "a"]);
+    assert_eq!(place.member("a"), None);
+}
+
 #[test]
 fn a_vm_that_starts_again_at_once_is_not_taken_for_the_one_that_ended() {
     let place = Place::new();

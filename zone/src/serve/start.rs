@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let room = Room::of(Zone::open(&path, false)?.uuid())?;
-    let _turn = turn(&room, &path)?;
+    let turn = turn(&room, &path)?;
     room.take_for(&path)?;
     // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
     let zone = Zone::take_over_or_open(&path)?;
@@ -50,7 +50,7 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let (name, uuid, size) = (zone.name().to_owned(), zone.uuid(), zone.size());
     // A server does not take a zone over that other processes could write to, if VMs may have outlived an earlier one.
     drop(zone);
-    serve(&path, &room, &socket, program)?;
+    serve(&path, &room, &socket, program, turn)?;
     Ok(Invitation { member: member.to_owned(), rights, zone: name, uuid, path, size, socket })
 }
 
@@ -72,13 +72,14 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
     }
 }
 
-/// Frees the slot of a VM that is not running, and forgets its invitation. The zone's server removes the VM's socket.
+/// Frees the slot of a VM that is not running, forgets its invitation, and waits until the zone's server has removed the VM's socket and keeps no slot for it:
+/// an invitation that the server finds in place of the former one would get a second slot.
 ///
 /// # Errors
-/// There is no such VM, or it is running.
+/// There is no such VM, it is running, or the server does nothing.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let room = Room::of(Zone::open(path, false)?.uuid())?;
-    let _turn = turn(&room, path)?;
+    let turn = turn(&room, path)?;
     room.take_for(path)?;
     // Alone, so that no server that another command starts meets this process as the owner.
     let zone = Zone::take_over_or_open(path)?;
@@ -94,16 +95,42 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
         bail!("{}: the VM '{member}' lives (process {pid}); stop it first", path.display());
     }
     there.map_or(Ok(()), |there| zone.remove(there.id))?;
-    Ok(room.expel(member)?)
+    room.expel(member)?;
+    drop((zone, turn));
+    forgotten(path, &room, member)
 }
 
-/// Waits until the socket exists, with a server of this program's unless another process serves the zone.
-fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Result<()> {
+/// Waits until the zone's server, if it has one, has seen that a VM is not invited any more.
+fn forgotten(path: &Path, room: &Room, member: &str) -> anyhow::Result<()> {
+    let (began, socket) = (Instant::now(), room.socket(member));
+    while room.server().is_some() && socket.exists() && !room.invited()?.contains_key(member) {
+        if began.elapsed() > TIMEOUT {
+            bail!(
+                "{}: '{member}' is expelled, but the zone's server has not removed the socket {} within {} s",
+                path.display(),
+                socket.display(),
+                TIMEOUT.as_secs()
+            );
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// Waits until the socket exists, with a server of this program's unless another process serves the zone. The server looks once a second; others have their
+/// turn meanwhile.
+fn serve(path: &Path, room: &Room, socket: &Path, program: &Path, turn: File) -> anyhow::Result<()> {
     let began = Instant::now();
-    let mut own: Option<Child> = None;
+    let (mut own, mut turn): (Option<Child>, _) = (None, Some(turn));
     while !(room.server().is_some() && socket.exists()) {
-        if room.server().is_none() && own.is_none() {
-            own = Some(spawn(path, room, program)?);
+        if room.server().is_some() {
+            turn = None;
+        } else if own.is_none() {
+            // One that was there may have ended, after its last VM was expelled.
+            turn = turn.map_or_else(|| room.turn(), |turn| Ok(Some(turn)))?;
+            if turn.is_some() && room.server().is_none() {
+                own = Some(spawn(path, room, program)?);
+            }
         }
         if let Some(status) = own.as_mut().map(Child::try_wait).transpose()?.flatten() {
             let log = std::fs::read_to_string(room.log()).unwrap_or_default();
