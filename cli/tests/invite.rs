@@ -372,6 +372,65 @@ fn a_vm_whose_server_died_lives_for_commands_of_other_users_and_environments() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// LXC and systemd-nspawn give each container such a number, and the VM runs beside it.
+#[test]
+fn a_vm_whose_server_died_lives_for_a_container_that_has_a_boot_of_its_own() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    let script = "cat /proc/sys/kernel/random/uuid > boot && mount --bind boot /proc/sys/kernel/random/boot_id && \
+                  TOMBOLO_ZONES_RUN=$PWD/other exec \"$@\"";
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let mut contained = Command::new("unshare");
+        contained.args(["-rm", "sh", "-c", script, "sh", env!("CARGO_BIN_EXE_tombolo")]).args(args);
+        let output = contained.current_dir(place.dir.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        let refused = [": a could", "may have outlived their server: a"];
+        assert!(
+            !output.status.success() && refused.iter().any(|words| said.contains(words)),
+            "{args:?}: {said}"
+        );
+    }
+    drop(vm);
+}
+
+/// The folder is that of a login and its absence that of a service, say.
+#[test]
+fn the_record_of_a_vms_earlier_life_in_another_folder_says_nothing_of_its_present_one() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let invite_in = |folder: &str| -> PathBuf {
+        let output = place.run_in(folder, &["zone", "invite", "own.zone", "a", "--json"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let invitation: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        invitation["socket"].as_str().unwrap().into()
+    };
+    let server_in = |folder: &str| {
+        let uuid = Zone::open(place.zone(), false).unwrap().uuid().to_string();
+        let record = place.dir.path().join(folder).join(uuid).join("server.process");
+        std::fs::read_to_string(record).unwrap().split_once(' ').unwrap().0.parse::<u32>().unwrap()
+    };
+    let ended =
+        || place.until("the server lives", || !Zone::open(place.zone(), false).unwrap().has_owner().unwrap());
+    let vm = Vm::mapping(&invite_in("first"), &place.zone());
+    kill(server_in("first"));
+    ended();
+    drop(vm);
+    let vm = Vm::mapping(&invite_in("second"), &place.zone());
+    kill(server_in("second"));
+    ended();
+    for folder in ["first", "second", "third"] {
+        let output = place.run_in(folder, &["files", "fsck", "-y", "own.zone"]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(": a could"), "{folder}: {said}");
+    }
+    drop(vm);
+    let output = place.run_in("first", &["files", "fsck", "-y", "own.zone"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// Neither is seen by who looks for processes that could write, or for members that have joined or can be rung.
 #[test]
 fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbell() {
@@ -490,6 +549,39 @@ fn vms_that_ended_with_their_host_are_expelled_and_get_other_rights() {
     place.invite("b", &["--read-only"]);
     assert_eq!(place.member("a"), None);
     assert_eq!(place.member("b").unwrap().rights, Rights::READ_ONLY);
+}
+
+/// Each waits for the server, which looks once a second.
+#[test]
+fn many_vms_are_invited_and_expelled_at_once() {
+    let place = Place::new();
+    let names: Vec<String> = (0..50).map(|i| format!("vm-{i}")).collect();
+    for command in ["invite", "expel"] {
+        std::thread::scope(|scope| {
+            for name in &names {
+                scope.spawn(|| place.good(&["zone", command, "own.zone", name]));
+            }
+        });
+    }
+    assert_eq!(Zone::open(place.zone(), false).unwrap().members().unwrap(), []);
+}
+
+/// The owner kept the former slot, and gave it to the new invitation, which had another one by then; expelled again, the VM was still in the table.
+#[test]
+fn a_vm_that_is_expelled_and_invited_again_at_once_has_one_slot() {
+    let place = Place::new();
+    place.invite("other", &[]);
+    for _ in 0..5 {
+        place.invite("a", &[]);
+        place.good(&["zone", "expel", "own.zone", "a"]);
+        assert!(!place.room("a.sock").unwrap().exists(), "the server has not seen it");
+    }
+    place.invite("a", &["--read-only"]);
+    let members = Zone::open(place.zone(), false).unwrap().members().unwrap();
+    let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
+    assert_eq!(names.iter().filter(|name| **name == "a").count(), 1, "{names:?}");
+    place.good(&["zone", "expel", "own.zone", "a"]);
+    assert_eq!(place.member("a"), None);
 }
 
 #[test]

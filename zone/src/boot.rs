@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Which boot of the host this is: a VM that was let in before the host booted has ended, and nobody else needs to say so.
 
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
 use std::sync::LazyLock;
 
 use uuid::Uuid;
@@ -9,9 +12,20 @@ use uuid::Uuid;
 const UNKNOWN: u32 = 1;
 
 static NUMBER: LazyLock<u32> = LazyLock::new(|| {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
+    let id = kernels_own(Path::new("/proc/sys/kernel/random/boot_id")).ok();
     id.and_then(|id| Uuid::parse_str(id.trim()).ok()).map_or(UNKNOWN, number_of)
 });
+
+/// Reads a file of procfs. LXC and systemd-nspawn mount a file of theirs over the kernel's, so that each start of a container looks like a boot.
+fn kernels_own(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    if rustix::fs::fstatfs(&file)?.f_type != libc::PROC_SUPER_MAGIC {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut text = String::new();
+    file.read_to_string(&mut text)?;
+    Ok(text)
+}
 
 /// 32 of the 122 random bits are enough: that two boots in a row have the same number is no error, only a VM's end is not known by it then.
 fn number_of(boot: Uuid) -> u32 {
@@ -39,5 +53,13 @@ mod tests {
         assert!(number() > UNKNOWN);
         assert!(is_over(number() ^ 2) && !is_over(number()) && !is_over(0) && !is_over(UNKNOWN));
         assert_eq!(number_of(Uuid::nil()), 2);
+    }
+
+    #[test]
+    fn the_boot_of_a_container_is_none() {
+        let its_own = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&its_own, Uuid::new_v4().to_string()).unwrap();
+        assert!(kernels_own(its_own.path()).is_err());
+        assert!(kernels_own(Path::new("/proc/sys/kernel/random/boot_id")).is_ok());
     }
 }

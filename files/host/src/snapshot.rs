@@ -210,9 +210,19 @@ pub fn restore(
     check(image, progress)?;
     let (map_at, _) = geometry(image)?;
     let mut map = vec![0; blocks as usize];
+    let magic = to.word(MAGIC).context("an area without a super block")?;
     retire()?;
     if !image.copy_out(map_at, &mut map) || !to.store_word(MAGIC, 0) {
         bail!("the block map does not lie in the image");
+    }
+    // Should the host fail, a zone in a file has no magic with contents that are partly the image's.
+    if let Err(e) = to.sync() {
+        let as_before = to.store_word(MAGIC, magic);
+        return Err(e).context(if as_before {
+            "syncing the zone; it is as it was"
+        } else {
+            "syncing the zone"
+        });
     }
     let mut copied = 0;
     for (block, _) in map.iter().enumerate().filter(|(_, b)| **b != FREE) {

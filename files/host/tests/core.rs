@@ -749,6 +749,33 @@ fn an_image_that_is_not_whole_yet_is_no_file_system() {
     assert!(pieces > 4, "{pieces} pieces");
 }
 
+/// A host that fails during the copy leaves the old magic on the disk otherwise, with contents that are partly the image's.
+#[test]
+fn a_restore_writes_nothing_before_it_is_on_the_disk_that_there_is_no_file_system() {
+    let a = Filesystem::open(area(16)).expect("open");
+    a.pwrite(file(&a, "f"), &[7; 5 << 20], 0, false).expect("write");
+    let image = tempfile::tempfile().expect("a file");
+    snapshot::take(&a, &image, &mut |_, _, _| {}).expect("a snapshot");
+    let image = Area::whole(Map::new(&image, 16 << 20, false).expect("map")).expect("area");
+    let zone =
+        Arc::new(tombolo_zone::Zone::create(&tombolo_zone::ZoneConfig::new("z", 32 << 20)).expect("a zone"));
+    let place = zone.area(tombolo_zone::AreaType::Files, None).expect("an area");
+    // Nothing is written back by it.
+    let (pipe, _) = rustix::pipe::pipe().expect("a pipe");
+    let to = Area::of_zone(&zone, &place, None, Some(pipe)).expect("an area");
+    fs::mkfs(&to, &Mkfs::default()).expect("mkfs");
+    let contents = |area: &Area| {
+        let mut all = vec![0; area.size() as usize];
+        assert!(area.copy_out(0, &mut all));
+        all
+    };
+    let before = contents(&to);
+    let said =
+        snapshot::restore(&image, &to, || Ok(()), &mut |_, _, _| {}).expect_err("not synced").to_string();
+    assert!(said.contains("syncing the zone"), "{said}");
+    assert!(contents(&to) == before, "it has been overwritten in part");
+}
+
 #[test]
 fn members_go_on_though_nothing_can_be_written_of_an_image() {
     let (a, b) = two_members();

@@ -12,21 +12,31 @@ const RENEWAL: Duration = Duration::from_secs(10);
 pub(super) struct Allowance {
     /// When the member may make [`MAX_CONNECTIONS`] again.
     full_at: Instant,
+    refuses: bool,
+}
+
+/// The answer to a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    Allowed,
+    /// The first one since one was allowed: what is said of each would fill the log.
+    Refused,
+    RefusedAgain,
 }
 
 impl Allowance {
     pub(super) fn new(now: Instant) -> Allowance {
-        Allowance { full_at: now }
+        Allowance { full_at: now, refuses: false }
     }
 
     /// Returns whether the member may connect now, and counts the connection if so.
-    pub(super) fn take(&mut self, now: Instant) -> bool {
+    pub(super) fn take(&mut self, now: Instant) -> Answer {
         let full_at = self.full_at.max(now) + RENEWAL;
-        let allowed = full_at <= now + RENEWAL * MAX_CONNECTIONS;
-        if allowed {
-            self.full_at = full_at;
+        if full_at <= now + RENEWAL * MAX_CONNECTIONS {
+            (self.full_at, self.refuses) = (full_at, false);
+            return Answer::Allowed;
         }
-        allowed
+        if std::mem::replace(&mut self.refuses, true) { Answer::RefusedAgain } else { Answer::Refused }
     }
 }
 
@@ -38,12 +48,13 @@ mod tests {
     fn a_flood_ends_and_a_vm_that_starts_again_and_again_is_never_refused() {
         let mut now = Instant::now();
         let mut allowance = Allowance::new(now);
-        let connected = (0..1000).filter(|_| allowance.take(now)).count();
-        assert_eq!(connected, MAX_CONNECTIONS as usize);
+        let answers: Vec<Answer> = (0..1000).map(|_| allowance.take(now)).collect();
+        let count = |answer| answers.iter().filter(|a| **a == answer).count();
+        assert_eq!((count(Answer::Allowed), count(Answer::Refused)), (MAX_CONNECTIONS as usize, 1));
         for start in 0..1000 {
             now += RENEWAL;
-            assert!(allowance.take(now), "start {start}");
+            assert_eq!(allowance.take(now), Answer::Allowed, "start {start}");
         }
-        assert!(!allowance.take(now), "the flood is not forgotten at once");
+        assert_eq!(allowance.take(now), Answer::Refused, "the flood is not forgotten at once");
     }
 }

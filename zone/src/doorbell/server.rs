@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use tombolo_brief::Brief;
 use tombolo_listen::Name;
 
-use super::allowance::{Allowance, MAX_CONNECTIONS};
+use super::allowance::{Allowance, Answer, MAX_CONNECTIONS};
 use super::client::Bell;
 use super::handover::{ClientState, Paused, ServerState, Taken};
 use super::process::Process;
@@ -472,12 +472,16 @@ impl Work {
                 return;
             }
         };
-        if !listening.allowance.take(Instant::now()) {
-            let why = format!(
-                "it has connected more than {MAX_CONNECTIONS} times in a short time; it may again in a few seconds"
-            );
-            self.refuse(Some(member), why);
-            return;
+        match listening.allowance.take(Instant::now()) {
+            Answer::Allowed => {}
+            Answer::Refused => {
+                let why = format!(
+                    "it has connected more than {MAX_CONNECTIONS} times in a short time; it may again in a few seconds"
+                );
+                self.refuse(Some(member), why);
+                return;
+            }
+            Answer::RefusedAgain => return,
         }
         let knock = listening.knock;
         let done = self.require_alone(member).and_then(|()| {

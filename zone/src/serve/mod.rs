@@ -267,7 +267,7 @@ impl Server {
         let liveness = self.zone.hold_as_owner(id)?;
         match process {
             Some(process) => {
-                self.room.note(name, process)?;
+                self.room.note(name, process, self.zone.header().session)?;
                 self.watch(id, process.clone())?;
             }
             // No record of a former one is left.

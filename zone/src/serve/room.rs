@@ -218,23 +218,23 @@ impl Room {
         self.0.join(format!("{member}{RECORD}"))
     }
 
-    /// The file that says in which namespaces a VM's record is to be read. An earlier release knows the record alone; one that it has written is not
-    /// the one that this file repeats.
+    /// The file that says in which namespaces a VM's record is to be read, and in which of the zone's sessions it was written. An earlier release knows the
+    /// record alone; one that it has written is not the one that this file repeats.
     fn namespaces(&self, member: &str) -> PathBuf {
         self.0.join(format!("{member}.namespaces"))
     }
 
-    /// Records a VM's process.
+    /// Records a VM's process, in this session of the zone.
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn note(&self, member: &str, process: &Process) -> Result<()> {
+    pub fn note(&self, member: &str, process: &Process, session: u64) -> Result<()> {
         let written = |path: PathBuf, text: &str| {
             replace(&path, text).map_err(|e| Error::io(format!("writing {}", path.display()), e))
         };
         let record = line(process.id(), Some(process.started()));
         if let Some(namespaces) = process::namespaces() {
-            written(self.namespaces(member), &format!("{record} {namespaces}"))?;
+            written(self.namespaces(member), &format!("{record} {namespaces} {session:x}"))?;
         }
         written(self.record(member), &record)
     }
@@ -256,15 +256,16 @@ impl Room {
         self.entries()?.iter().filter_map(|path| member_of(path)).try_for_each(|member| self.forget(member))
     }
 
-    /// Returns whether the recorded process of a VM lives. `None`: no record tells.
-    pub fn lives(&self, member: &str) -> Option<bool> {
+    /// Returns whether the recorded process of a VM lives. `None`: no record of this session of the zone tells. One of an earlier session is of an earlier
+    /// life, where a server that had another folder for its records has let the VM in since.
+    pub fn lives(&self, member: &str, session: u64) -> Option<bool> {
         let path = self.record(member);
         if living(&path).is_some() {
             return Some(true);
         }
         let record = std::fs::read_to_string(path).ok()?;
         let there = std::fs::read_to_string(self.namespaces(member)).ok()?;
-        if there.trim() != format!("{} {}", record.trim(), process::namespaces()?) {
+        if there.trim() != format!("{} {} {session:x}", record.trim(), process::namespaces()?) {
             return None;
         }
         let (number, start) = record.trim().split_once(' ')?;

@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 
 use super::invitation::Invitation;
 use super::room::Room;
-use crate::{Error, MemberState, Rights, Role, Zone};
+use crate::{Error, Member, MemberState, Rights, Role, Zone};
 
 /// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -26,7 +26,7 @@ const CHANGE: Duration = Duration::from_secs(2);
 pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
     let room = Room::of(Zone::open(&path, false)?.uuid())?;
-    let _turn = turn(&room, &path)?;
+    let turn = turn(&room, &path)?;
     room.take_for(&path)?;
     // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
     let zone = Zone::take_over_or_open(&path)?;
@@ -53,7 +53,7 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let (name, uuid, size) = (zone.name().to_owned(), zone.uuid(), zone.size());
     // A server does not take a zone over that other processes could write to, if VMs may have outlived an earlier one.
     drop(zone);
-    serve(&path, &room, &socket, program)?;
+    serve(&path, &room, &socket, program, turn)?;
     Ok(Invitation { member: member.to_owned(), rights, zone: name, uuid, path, size, socket })
 }
 
@@ -87,19 +87,21 @@ fn is_served(zone: &Zone, room: &Room) -> crate::Result<bool> {
     Ok(true)
 }
 
-/// Forgets the invitation of a VM that is not running, and frees its slot. The zone's server does that, where there is one, and removes the VM's socket.
+/// Forgets the invitation of a VM that is not running, and frees its slot. The zone's server does that, where there is one, and removes the VM's socket: an
+/// invitation that it found in place of the former one would get a second slot.
 ///
 /// # Errors
-/// There is no such VM, or it is running; the server does not answer.
+/// There is no such VM, it is running, or the server does nothing.
 pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     let room = Room::of(Zone::open(path, false)?.uuid())?;
-    let _turn = turn(&room, path)?;
+    let turn = turn(&room, path)?;
     room.take_for(path)?;
     // Alone, so that no server that another command starts meets this process as the owner.
     let zone = Zone::take_over_or_open(path)?;
     // A server that is starting invites whom the member table has.
-    if !zone.is_owner() {
-        is_served(&zone, &room)?;
+    let began = Instant::now();
+    while room.is_starting() && began.elapsed() < TIMEOUT {
+        std::thread::sleep(Duration::from_millis(20));
     }
     let members = zone.members()?;
     let there = members.iter().find(|m| m.name == member);
@@ -119,39 +121,59 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
         );
     }
     room.expel(member)?;
-    let Some(id) = there.map(|there| there.id) else { return Ok(()) };
-    let began = Instant::now();
+    if room.server().is_some() {
+        // It looks once a second; others have their turn meanwhile.
+        drop((zone, turn));
+        return forgotten(path, &room, member);
+    }
+    Ok(there.map_or(Ok(()), |there| zone.remove(there.id))?)
+}
+
+/// Waits until the zone's server has seen that a VM is not invited any more, or frees the VM's slot if the server ends before.
+fn forgotten(path: &Path, room: &Room, member: &str) -> anyhow::Result<()> {
+    let (began, socket) = (Instant::now(), room.socket(member));
+    let slot = |zone: &Zone| -> crate::Result<Option<Member>> {
+        Ok(zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty))
+    };
     while room.server().is_some() {
-        let slot = zone.member(id)?;
-        if slot.name != member || slot.state == MemberState::Empty {
+        let is_done = !socket.exists() && slot(&Zone::open(path, false)?)?.is_none();
+        if is_done || room.invited()?.contains_key(member) {
             return Ok(());
         }
         if began.elapsed() > TIMEOUT {
             bail!(
-                "{}: the zone's server has not freed the slot of '{member}' within {} s; its log: {}",
+                "{}: '{member}' is expelled, but the zone's server has not removed its slot and the socket {} within {} s; its log: {}",
                 path.display(),
+                socket.display(),
                 TIMEOUT.as_secs(),
                 room.log().display()
             );
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    // There was none, or it has ended before it looked.
-    let slot = zone.member(id)?;
-    if slot.name == member && slot.state != MemberState::Empty {
-        zone.remove(id)?;
+    let _turn = turn(room, path)?;
+    let zone = Zone::take_over_or_open(path)?;
+    match slot(&zone)? {
+        Some(there) if !room.invited()?.contains_key(member) => Ok(zone.remove(there.id)?),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
-/// Waits until the socket exists, with a server of this program's unless another process serves the zone.
-fn serve(path: &Path, room: &Room, socket: &Path, program: &Path) -> anyhow::Result<()> {
+/// Waits until the socket exists, with a server of this program's unless another process serves the zone. The server looks once a second; others have their
+/// turn meanwhile.
+fn serve(path: &Path, room: &Room, socket: &Path, program: &Path, turn: File) -> anyhow::Result<()> {
     let began = Instant::now();
-    let mut own: Option<Child> = None;
+    let (mut own, mut turn): (Option<Child>, _) = (None, Some(turn));
     // A server that was killed has left its sockets.
     while room.server().is_none() || room.is_starting() || !socket.exists() {
-        if room.server().is_none() && own.is_none() {
-            own = Some(spawn(path, room, program)?);
+        if room.server().is_some() {
+            turn = None;
+        } else if own.is_none() {
+            // One that was there may have ended, after its last VM was expelled.
+            turn = turn.map_or_else(|| room.turn(), |turn| Ok(Some(turn)))?;
+            if turn.is_some() && room.server().is_none() {
+                own = Some(spawn(path, room, program)?);
+            }
         }
         if let Some(status) = own.as_mut().map(Child::try_wait).transpose()?.flatten() {
             let log = std::fs::read_to_string(room.log()).unwrap_or_default();

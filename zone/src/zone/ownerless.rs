@@ -222,13 +222,13 @@ impl Zone {
         }
         // An owner holds all that live. Not by its own byte, which others hold for a moment to keep owners away.
         let is_owned = liveness::is_held(self.file.as_fd(), PROMISES_BYTE)?;
-        let room = self.room()?;
+        let (room, session) = (self.room()?, self.pulse()?.1);
         for slot in slots.iter_mut().filter(is_candidate) {
             let has_joined = matches!(slot.state, MemberState::Active | MemberState::Damaged);
             let was_let_in = slot.let_in != 0 && slot.state == MemberState::Invited;
             let may_live =
                 (has_joined || was_let_in || slot.doorbell.is_some()) && !boot::is_over(slot.let_in);
-            slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name)) {
+            slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name, session)) {
                 Some(lives) => lives,
                 None if is_owned || slot.held_by_vm || !may_live => false,
                 None => {
