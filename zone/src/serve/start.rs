@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 
 use super::invitation::Invitation;
 use super::room::Room;
-use crate::{Error, Member, MemberState, Rights, Role, Zone};
+use crate::{Error, MemberId, MemberState, Rights, Role, Zone};
 
 /// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -123,26 +123,30 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
     room.expel(member)?;
     if room.server().is_some() {
         // It looks once a second; others have their turn meanwhile.
+        let slot = there.map(|there| there.id);
         drop((zone, turn));
-        return forgotten(path, &room, member);
+        return forgotten(path, &room, member, slot);
     }
     Ok(there.map_or(Ok(()), |there| zone.remove(there.id))?)
 }
 
 /// Waits until the zone's server has seen that a VM is not invited any more, or frees the VM's slot if the server ends before.
-fn forgotten(path: &Path, room: &Room, member: &str) -> anyhow::Result<()> {
+fn forgotten(path: &Path, room: &Room, member: &str, slot: Option<MemberId>) -> anyhow::Result<()> {
     let (began, socket) = (Instant::now(), room.socket(member));
-    let slot = |zone: &Zone| -> crate::Result<Option<Member>> {
-        Ok(zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty))
+    let is_kept = |zone: &Zone| -> crate::Result<bool> {
+        let there = slot.map(|id| zone.member(id)).transpose()?;
+        Ok(there.is_some_and(|there| there.name == member && there.state != MemberState::Empty))
     };
     while room.server().is_some() {
-        let is_done = !socket.exists() && slot(&Zone::open(path, false)?)?.is_none();
+        let has_seen = !socket.exists();
+        // It frees the slot then, where any member may write a name.
+        let is_done = has_seen && (began.elapsed() > CHANGE || !is_kept(&Zone::open(path, false)?)?);
         if is_done || room.invited()?.contains_key(member) {
             return Ok(());
         }
         if began.elapsed() > TIMEOUT {
             bail!(
-                "{}: '{member}' is expelled, but the zone's server has not removed its slot and the socket {} within {} s; its log: {}",
+                "{}: '{member}' is expelled, but the zone's server has not removed the socket {} within {} s; its log: {}",
                 path.display(),
                 socket.display(),
                 TIMEOUT.as_secs(),
@@ -153,8 +157,8 @@ fn forgotten(path: &Path, room: &Room, member: &str) -> anyhow::Result<()> {
     }
     let _turn = turn(room, path)?;
     let zone = Zone::take_over_or_open(path)?;
-    match slot(&zone)? {
-        Some(there) if !room.invited()?.contains_key(member) => Ok(zone.remove(there.id)?),
+    match slot {
+        Some(id) if is_kept(&zone)? && !room.invited()?.contains_key(member) => Ok(zone.remove(id)?),
         _ => Ok(()),
     }
 }
