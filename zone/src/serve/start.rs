@@ -14,6 +14,8 @@ use crate::{Error, MemberState, Rights, Role, Zone};
 
 /// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// Timeout for an owner that is not known as the zone's server: one that begins, or that was killed and whose threads have not all ended.
+const OWNERS: Duration = Duration::from_secs(2);
 
 /// Keeps a slot of the zone in a file for a VM that tombolo does not start, and makes sure that the zone has a server: without one it
 /// starts `program` `zone serve FILE` in the background. A VM that has a slot keeps it.
@@ -26,9 +28,20 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let turn = turn(&room, &path)?;
     room.take_for(&path)?;
     // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
-    let zone = Zone::take_over_or_open(&path)?;
+    let is_served = |zone: &Zone| -> crate::Result<bool> {
+        Ok(zone.is_owner() || !zone.has_owner()? || room.server().is_some())
+    };
+    let began = Instant::now();
+    let zone = loop {
+        let zone = Zone::take_over_or_open(&path)?;
+        if is_served(&zone)? || began.elapsed() > OWNERS {
+            break zone;
+        }
+        drop(zone);
+        std::thread::sleep(Duration::from_millis(20));
+    };
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
-    if !zone.is_owner() && zone.has_owner()? && room.server().is_none() {
+    if !is_served(&zone)? {
         bail!(
             "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
              name the VM in that project's compose file, or end it first",
@@ -128,7 +141,8 @@ fn serve(path: &Path, room: &Room, socket: &Path, program: &Path, turn: File) ->
         } else if own.is_none() {
             // One that was there may have ended, after its last VM was expelled.
             turn = turn.map_or_else(|| room.turn(), |turn| Ok(Some(turn)))?;
-            if turn.is_some() && room.server().is_none() {
+            let is_ending = began.elapsed() < OWNERS && Zone::open(path, false)?.has_owner()?;
+            if turn.is_some() && room.server().is_none() && !is_ending {
                 own = Some(spawn(path, room, program)?);
             }
         }
