@@ -551,6 +551,19 @@ fn vms_that_ended_with_their_host_are_expelled_and_get_other_rights() {
     assert_eq!(place.member("b").unwrap().rights, Rights::READ_ONLY);
 }
 
+#[test]
+fn who_is_invited_after_the_server_was_killed_gets_no_socket_of_that_one() {
+    let place = Place::new();
+    let sockets = ["a", "b"].map(|name| place.invite(name, &[]));
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    place.good(&["zone", "expel", "own.zone", "a"]);
+    assert!(sockets[0].exists(), "nobody has removed it");
+    place.invite("b", &[]);
+    // At once: another VM's invitation has started the server, which has not seen this one.
+    drop(Vm::start(&place.invite("a", &[])));
+}
+
 /// Each waits for the server, which looks once a second.
 #[test]
 fn many_vms_are_invited_and_expelled_at_once() {

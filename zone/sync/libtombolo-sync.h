@@ -47,7 +47,8 @@ int tmb_mutex_lock(tmb_sync *s, tmb_object o, int64_t timeout_ns);
 int tmb_mutex_unlock(tmb_sync *s, tmb_object o); /* -EPERM: this process does not hold it */
 
 /*
- * Writers come first; one process may lock for reading several times. -EOWNERDEAD: locked, but the last writer died with it; readers get this
+ * A writer that waits comes before readers of other processes. A process that has it locked for reading may lock it again at once, in any thread, so a
+ * process whose threads' locks overlap without end keeps writers out. -EOWNERDEAD: locked, but the last writer died with it; readers get this
  * until a writer has locked and unlocked it.
  */
 int tmb_rwlock_rdlock(tmb_sync *s, tmb_object o, int64_t timeout_ns);

@@ -228,6 +228,18 @@ fn leaving_keeps_the_slot_and_a_stale_membership_cannot_leave() {
     assert_eq!(zone.members().unwrap(), []);
 }
 
+/// Tombolo neither starts nor serves such a VM: its QEMU was given the zone by hand.
+#[test]
+fn a_member_that_owns_the_zone_declares_no_vm_dead_that_nobody_holds() {
+    let zone = Zone::create(&ZoneConfig::new("by-hand", 8 * MIB)).unwrap();
+    let vm = zone.invite("vm", Role::Vm, Rights::READ_WRITE).unwrap();
+    zone.activate(vm).unwrap();
+    let process = zone.invite("mount", Role::Host, Rights::READ_WRITE).unwrap();
+    drop(zone.join(process).unwrap());
+    assert_eq!(zone.reap_without_owner().unwrap(), [process]);
+    assert_eq!(zone.member(vm).unwrap().state, MemberState::Active);
+}
+
 #[test]
 fn the_sixty_fifth_member_is_refused() {
     let zone = Zone::create(&ZoneConfig::new("full", 8 * MIB)).unwrap();

@@ -75,6 +75,8 @@ impl Server {
         let zone = Arc::new(Zone::take_over(path)?);
         let room = Room::of(zone.uuid())?;
         room.take_for(path)?;
+        // Before this is known as the zone's server.
+        room.clear_sockets()?;
         room.note_server()?;
         let (bells, events) = DoorbellServer::start(Arc::clone(&zone))?;
         let (sender, happenings) = channel();

@@ -144,6 +144,15 @@ impl Room {
         self.0.join(format!("{member}.sock"))
     }
 
+    /// Removes the sockets of a server that was killed: who finds one would take it for the present server's. The caller owns the zone.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn clear_sockets(&self) -> Result<()> {
+        let is_socket = |path: &&PathBuf| path.extension() == Some(OsStr::new("sock"));
+        self.entries()?.iter().filter(is_socket).try_for_each(|path| remove(path))
+    }
+
     /// Returns the path for the server's output if a command started it.
     pub fn log(&self) -> PathBuf {
         self.0.join("server.log")

@@ -14,9 +14,8 @@ use crate::{Error, MemberId, MemberState, Rights, Role, Zone};
 
 /// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
-
-/// How long a process that owns the zone, and is no server, may be one that begins or ends.
-const CHANGE: Duration = Duration::from_secs(2);
+/// Timeout for an owner that is not known as the zone's server: one that begins, or that was killed and whose threads have not all ended.
+const OWNERS: Duration = Duration::from_secs(2);
 
 /// Keeps a slot of the zone in a file for a VM that tombolo does not start, and makes sure that the zone has a server: without one it
 /// starts `program` `zone serve FILE` in the background. A VM that has a slot keeps it.
@@ -29,8 +28,19 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     let turn = turn(&room, &path)?;
     room.take_for(&path)?;
     // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
-    let zone = Zone::take_over_or_open(&path)?;
-    if !zone.is_owner() && !is_served(&zone, &room)? {
+    let is_served = |zone: &Zone| -> crate::Result<bool> {
+        Ok(zone.is_owner() || !zone.has_owner()? || room.server().is_some())
+    };
+    let began = Instant::now();
+    let zone = loop {
+        let zone = Zone::take_over_or_open(&path)?;
+        if is_served(&zone)? || began.elapsed() > OWNERS {
+            break zone;
+        }
+        drop(zone);
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    if !is_served(&zone)? {
         bail!(
             "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
              name the VM in that project's compose file, or end it first",
@@ -73,18 +83,6 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-}
-
-/// Returns whether a server of VMs has the zone, or no process; a server that begins or ends is waited for.
-fn is_served(zone: &Zone, room: &Room) -> crate::Result<bool> {
-    let began = Instant::now();
-    while zone.has_owner()? && (room.server().is_none() || room.is_starting()) {
-        if began.elapsed() > CHANGE {
-            return Ok(room.server().is_some());
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(true)
 }
 
 /// Forgets the invitation of a VM that is not running, and frees its slot. The zone's server does that, where there is one, and removes the VM's socket: an
@@ -140,7 +138,7 @@ fn forgotten(path: &Path, room: &Room, member: &str, slot: Option<MemberId>) -> 
     while room.server().is_some() {
         let has_seen = !socket.exists();
         // It frees the slot then, where any member may write a name.
-        let is_done = has_seen && (began.elapsed() > CHANGE || !is_kept(&Zone::open(path, false)?)?);
+        let is_done = has_seen && (began.elapsed() > OWNERS || !is_kept(&Zone::open(path, false)?)?);
         if is_done || room.invited()?.contains_key(member) {
             return Ok(());
         }
@@ -168,14 +166,14 @@ fn forgotten(path: &Path, room: &Room, member: &str, slot: Option<MemberId>) -> 
 fn serve(path: &Path, room: &Room, socket: &Path, program: &Path, turn: File) -> anyhow::Result<()> {
     let began = Instant::now();
     let (mut own, mut turn): (Option<Child>, _) = (None, Some(turn));
-    // A server that was killed has left its sockets.
     while room.server().is_none() || room.is_starting() || !socket.exists() {
         if room.server().is_some() {
             turn = None;
         } else if own.is_none() {
             // One that was there may have ended, after its last VM was expelled.
             turn = turn.map_or_else(|| room.turn(), |turn| Ok(Some(turn)))?;
-            if turn.is_some() && room.server().is_none() {
+            let is_ending = began.elapsed() < OWNERS && Zone::open(path, false)?.has_owner()?;
+            if turn.is_some() && room.server().is_none() && !is_ending {
                 own = Some(spawn(path, room, program)?);
             }
         }

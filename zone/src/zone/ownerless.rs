@@ -188,7 +188,9 @@ impl Zone {
         let mut dead = Vec::new();
         for member in slots {
             let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
-            if !member.alive && ended && self.bury(member.id)? {
+            // A member that has become the owner holds no VM, and knows of none what it is.
+            let is_known = member.role == Some(Role::Host) || !self.is_owner();
+            if !member.alive && ended && is_known && self.bury(member.id)? {
                 dead.push(member.id);
             }
         }

@@ -171,7 +171,8 @@ object!(
     raw::MUTEX
 );
 object!(
-    /// A robust read-write lock; writers come first.
+    /// A robust read-write lock. A writer that waits comes before readers of other processes; a process that reads may lock again at once, so one whose
+    /// threads' locks overlap without end keeps writers out.
     RwLock,
     raw::RWLOCK
 );
