@@ -460,6 +460,56 @@ fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbel
     }
 }
 
+/// The table says then that the slot's member died, and the VM can mount again.
+#[test]
+fn a_vm_whose_server_died_lives_also_if_a_mount_in_it_died_after_it_lost_its_doorbell() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vm = Vm::without_doorbell(&place.invite("a", &[]), &place.zone());
+    place.until("its doorbell is not gone", || place.member("a").unwrap().doorbell.is_none());
+    let member = place.member("a").unwrap();
+    // The locks of the host don't reach into a VM: its mount writes this when it ends by a signal.
+    let zone = Zone::open(place.zone(), true).unwrap();
+    let dead = u64::from(member.epoch + 2) << 32 | 3;
+    zone.mem().store_u64(4096 + 256 * u64::from(member.id.index()), dead).unwrap();
+    drop(zone);
+    assert_eq!(place.member("a").unwrap().state, MemberState::Dead);
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let output = place.run_in("other", args);
+        assert!(!output.status.success(), "{args:?}");
+    }
+    drop(vm);
+    let output = place.run_in("other", &["zone", "rm", "own.zone"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// That one leaves in the slot what a server of this release wrote there before the host booted.
+#[test]
+fn a_vm_that_a_server_of_an_earlier_release_has_let_in_lives_after_the_hosts_boot() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    kill(place.server().unwrap());
+    place.until("the server lives", || place.server().is_none());
+    let zone = Zone::open(place.zone(), true).unwrap();
+    let id = place.member("a").unwrap().id;
+    // The slot's let_in, and the session that the earlier release's server began.
+    let at = 4096 + 256 * u64::from(id.index()) + 20;
+    zone.mem().store_u32(at, zone.mem().load_u32(at).unwrap() ^ 2).unwrap();
+    let session = std::mem::offset_of!(tombolo_zone::format::tmb_zone_header, session) as u64;
+    zone.mem().store_u64(session, zone.header().session ^ 1).unwrap();
+    drop(zone);
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let output = place.run_in("other", args);
+        assert!(!output.status.success(), "{args:?}");
+    }
+    drop(vm);
+    let output = place.run_in("other", &["zone", "rm", "own.zone"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 #[test]
 fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let place = Place::new();

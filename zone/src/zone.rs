@@ -680,7 +680,7 @@ impl Zone {
     /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
         if peer.is_some() {
-            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number())?;
+            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number(self.header.session))?;
         }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
     }
@@ -744,6 +744,7 @@ impl Zone {
             owner.tell(id)?;
         }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
         let died = self.mark_dead(id)?;
         if died {
             self.pend_others(id)?;
@@ -795,8 +796,9 @@ impl Zone {
         if (there.rights, there.held_by_vm) != (known.rights, known.held_by_vm) {
             self.store_rights(id, known.rights, known.held_by_vm)?;
         }
-        if known.role == Some(Role::Vm) && there.let_in != boot::number() {
-            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number())?;
+        let let_in = boot::number(self.header.session);
+        if known.role == Some(Role::Vm) && there.let_in != let_in {
+            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), let_in)?;
         }
         if there.name != known.name {
             // A name that the owner found in the table may be one that no member can have.

@@ -227,9 +227,11 @@ impl Zone {
         let (room, session) = (self.room()?, self.pulse()?.1);
         for slot in slots.iter_mut().filter(is_candidate) {
             let has_joined = matches!(slot.state, MemberState::Active | MemberState::Damaged);
-            let was_let_in = slot.let_in != 0 && slot.state == MemberState::Invited;
+            // A mount in the VM that died leaves its slot dead, and the VM can mount again.
+            let was_let_in =
+                slot.let_in != 0 && matches!(slot.state, MemberState::Invited | MemberState::Dead);
             let may_live =
-                (has_joined || was_let_in || slot.doorbell.is_some()) && !boot::is_over(slot.let_in);
+                (has_joined || was_let_in || slot.doorbell.is_some()) && !boot::is_over(slot.let_in, session);
             slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name, session)) {
                 Some(lives) => lives,
                 None if is_owned || slot.held_by_vm || !may_live => false,
