@@ -106,7 +106,7 @@ struct tmb_member {
 	tmb_u32 doorbell;    /* ivshmem peer id + 1; 0: none, the member polls 'pending' */
 	tmb_u32 role;
 	tmb_u32 rights;
-	tmb_u32 let_in; /* 0: not since the slot was kept for it; else a number of the host's boot in which it was */
+	tmb_u32 let_in; /* 0: not since the slot was kept for it; 1: in an unknown boot; else 16 bits of the session, 16 of the boot */
 	char name[TMB_NAME_LEN];
 	tmb_u64 pad1;
 	/* 64: written by other members */
