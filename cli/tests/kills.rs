@@ -6,11 +6,13 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use common::stand_in::until;
 use common::{Lab, TIMEOUT, signal};
 
 mod common;
 
-/// Of the commands of the list the one that lets b grow again; and what is chosen beside them: guests that reboot.
+/// Of the commands of the list the one that ends all, and the one that lets b grow again; and what is chosen beside them: guests that reboot.
+const DOWN: u64 = 1;
 const RESTART_B: u64 = 6;
 const REBOOT_A: u64 = 10;
 const REBOOT_B: u64 = 11;
@@ -92,8 +94,20 @@ fn whichever_process_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_n
         let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(program).status();
         assert!(copied.unwrap().success());
     }
+    let mut was_down = false;
     for round in 0..common::setting("TOMBOLO_KILLS", 30) {
-        lab.good(&["up"]);
+        // A 'down' whose client was killed goes on, and may begin only now.
+        let up = lab.run(&["up"]);
+        if was_down && String::from_utf8_lossy(&up.stderr).contains("the project is being taken down") {
+            until("it is not down", || lab.ps()["supervisor"].is_null());
+            lab.good(&["up"]);
+        } else {
+            assert!(
+                up.status.success(),
+                "seed {seed}, round {round}: {}",
+                String::from_utf8_lossy(&up.stderr)
+            );
+        }
         let (before, _) = settled(&lab);
         let vm = |name: &str, ps: &serde_json::Value| {
             ps["vms"].as_array().unwrap().iter().find(|vm| vm["name"] == name).cloned()
@@ -112,6 +126,7 @@ fn whichever_process_is_killed_at_whatever_moment_nothing_is_left_that_ps_does_n
             &["exec", "-t", "b", "--", "true"],
         ];
         let chosen = random.below(12);
+        was_down = chosen == DOWN;
         // An 'up' has something to do.
         if chosen == 0 {
             lab.good(&["down"]);
