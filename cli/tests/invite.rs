@@ -510,6 +510,53 @@ fn a_vm_that_a_server_of_an_earlier_release_has_let_in_lives_after_the_hosts_boo
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// As with a server in a pod of its own: the VM has no number there. Before Linux 6.5 the kernel tells the server of no such process.
+#[test]
+fn a_vm_of_a_pid_namespace_that_its_server_does_not_see_lives_until_its_process_ends() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let zone = Zone::open(place.zone(), true).unwrap();
+    let id = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+    drop(zone);
+    let mut server = Command::new("unshare");
+    // Its process 1, which ends with unshare.
+    server.args([
+        if rustix::process::geteuid().is_root() { "-pf" } else { "-cpf" },
+        "--kill-child=KILL",
+        "--mount-proc",
+        env!("CARGO_BIN_EXE_tombolo"),
+        "zone",
+        "serve",
+        "own.zone",
+    ]);
+    server.current_dir(place.dir.path()).env("TOMBOLO_ZONES_RUN", place.dir.path().join("run"));
+    let mut server = server.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let socket = place.room("a.sock").unwrap();
+    place.until("there is no socket", || socket.exists());
+    let vm = Vm::without_doorbell(&socket, &place.zone());
+    let pulse = || Zone::open(place.zone(), false).unwrap().pulse().unwrap().0;
+    let mut last = 0;
+    for _ in 0..3 {
+        place.until("the server stands still", || pulse() != last);
+        last = pulse();
+    }
+    let member = place.member("a").unwrap();
+    assert_eq!((member.id, member.doorbell), (id, None));
+    let system = rustix::system::uname();
+    let version: Vec<u32> =
+        system.release().to_string_lossy().split('.').take(2).filter_map(|n| n.parse().ok()).collect();
+    let tells_processes = version >= vec![6, 5];
+    assert_eq!(member.alive, tells_processes);
+    assert_eq!(
+        !place.run_in("other", &["files", "fsck", "-y", "own.zone"]).status.success(),
+        tells_processes
+    );
+    drop(vm);
+    place.until("the VM lives", || !place.member("a").unwrap().alive);
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
 #[test]
 fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let place = Place::new();

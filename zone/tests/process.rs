@@ -21,14 +21,14 @@ fn the_process_at_the_other_end_is_known_and_its_end_is_seen() {
         .unwrap();
     let (stream, _) = listener.accept().unwrap();
     let process = Process::of(&stream).unwrap();
-    assert_eq!(process.id(), child.id());
-    assert_eq!(Some(process.started()), started(child.id()));
+    let name = process.name().unwrap();
+    assert_eq!((name.pid, Some(name.started)), (child.id(), started(child.id())));
     assert!(!process.has_ended());
     child.kill().unwrap();
     process.wait_ended();
     assert!(process.has_ended());
     child.wait().unwrap();
-    assert_eq!(started(process.id()), None);
+    assert_eq!(started(name.pid), None);
     assert_eq!(Process::of(&stream), None);
 }
 

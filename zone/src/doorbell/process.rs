@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The process at the other end of a doorbell's connection: a VM lives as long as this process.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -12,37 +12,47 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 /// A process of this host that has connected, held by a pidfd: its number can't come to mean another process.
 #[derive(Clone, Debug)]
 pub struct Process {
-    pid: u32,
-    /// In the kernel's ticks since boot.
-    started: u64,
+    /// `None`: it lives in a PID namespace that this process doesn't see.
+    name: Option<Name>,
     fd: Arc<OwnedFd>,
 }
 
 /// Number and start together name a process for ever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Name {
+    /// The PID; the kernel may have given it to another process once this one has ended.
+    pub pid: u32,
+    /// When it was started, in the kernel's ticks since boot.
+    pub started: u64,
+}
+
+/// One without a name equals only its own copies.
 impl PartialEq for Process {
     fn eq(&self, other: &Process) -> bool {
-        (self.pid, self.started) == (other.pid, other.started)
+        Arc::ptr_eq(&self.fd, &other.fd) || (self.name.is_some() && self.name == other.name)
     }
 }
 
 impl Eq for Process {}
 
 impl Process {
-    /// Returns the process at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace), or it has
+    /// Returns the process at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace, before Linux 6.5), or it has
     /// ended.
     pub fn of(stream: &UnixStream) -> Option<Process> {
-        let number = tombolo_listen::peer::of(stream).ok()?.process?;
+        let Some(number) = tombolo_listen::peer::of(stream).ok()?.process else {
+            return Some(Process { name: None, fd: Arc::new(of_another_namespace(stream)?) });
+        };
         let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
         let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         let started = started(number)?;
         // While the connection stands, the process that made it has not ended, so the pidfd is that process's.
         let hung_up = ready(stream.as_fd(), PollFlags::RDHUP, 0)?;
-        (!hung_up).then(|| Process { pid: number, started, fd: Arc::new(fd) })
+        (!hung_up).then(|| Process { name: Some(Name { pid: number, started }), fd: Arc::new(fd) })
     }
 
-    /// The PID; the kernel may have given it to another process once this one has ended.
-    pub fn id(&self) -> u32 {
-        self.pid
+    /// Its number and start. `None`: it lives in a PID namespace that this process doesn't see.
+    pub fn name(&self) -> Option<Name> {
+        self.name
     }
 
     /// Waits until the process has ended.
@@ -50,15 +60,28 @@ impl Process {
         while ready(self.fd.as_fd(), PollFlags::IN, -1) != Some(true) {}
     }
 
-    /// When it was started, in the kernel's ticks since boot.
-    pub fn started(&self) -> u64 {
-        self.started
-    }
-
     /// Returns whether it has ended.
     pub fn has_ended(&self) -> bool {
         ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
     }
+}
+
+/// A pidfd of the process at the other end of a connection, wherever it lives.
+fn of_another_namespace(stream: &UnixStream) -> Option<OwnedFd> {
+    let mut fd: libc::c_int = -1;
+    let mut len = size_of_val(&fd) as libc::socklen_t;
+    // SAFETY: room for as many bytes as are said, which are a number.
+    let got = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            (&raw mut fd).cast(),
+            &mut len,
+        )
+    };
+    // SAFETY: the kernel has just made it for this process.
+    (got == 0 && fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// The namespaces by which number and start of a process are to be read, in the kernel's words. `None`: /proc shows those of other ones.

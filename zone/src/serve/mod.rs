@@ -247,7 +247,8 @@ impl Server {
             Ok(liveness) => {
                 let number = process
                     .as_ref()
-                    .map_or_else(|| "of another namespace".to_owned(), |p| p.id().to_string());
+                    .and_then(Process::name)
+                    .map_or_else(|| "of another namespace".to_owned(), |process| process.pid.to_string());
                 self.guests.insert(id, Guest { process, _liveness: liveness });
                 self.bells.let_in(knock)?;
                 say(format!("{name}: connected, process {number}"));
@@ -267,13 +268,13 @@ impl Server {
         process: Option<&Process>,
     ) -> Result<HeldByOwner> {
         let liveness = self.zone.hold_as_owner(id)?;
-        match process {
-            Some(process) => {
-                self.room.note(name, process, self.zone.header().session)?;
-                self.watch(id, process.clone())?;
-            }
+        match process.and_then(Process::name) {
+            Some(process) => self.room.note(name, process, self.zone.header().session)?,
             // No record of a former one is left.
             None => self.room.forget(name)?,
+        }
+        if let Some(process) = process {
+            self.watch(id, process.clone())?;
         }
         if !rights.write {
             // It can't write to its slot, so the server marks it active.

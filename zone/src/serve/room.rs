@@ -15,7 +15,7 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use crate::doorbell::process::{self, Process, started};
+use crate::doorbell::process::{self, Name, started};
 use crate::{Error, Result, Rights};
 
 /// The server's own record.
@@ -237,11 +237,11 @@ impl Room {
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn note(&self, member: &str, process: &Process, session: u64) -> Result<()> {
+    pub fn note(&self, member: &str, process: Name, session: u64) -> Result<()> {
         let written = |path: PathBuf, text: &str| {
             replace(&path, text).map_err(|e| Error::io(format!("writing {}", path.display()), e))
         };
-        let record = line(process.id(), Some(process.started()));
+        let record = line(process.pid, Some(process.started));
         if let Some(namespaces) = process::namespaces() {
             written(self.namespaces(member), &format!("{record} {namespaces} {session:x}"))?;
         }
