@@ -166,8 +166,8 @@ fn a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same() 
         let membership = other.join_claimed(process, held).unwrap();
         assert_ne!(process, vm);
         drop(zone);
-        let process = Process::of(&UnixStream::pair().unwrap().0).unwrap();
-        room.note("a", process.name().unwrap(), 1).unwrap();
+        let own = Process::of(&UnixStream::pair().unwrap().0).unwrap();
+        room.note("a", own.name().unwrap(), 1).unwrap();
         assert!(other.member(vm).unwrap().alive && other.member(process).unwrap().alive);
         drop(membership);
         assert!(other.member(vm).unwrap().alive && !other.member(process).unwrap().alive);
