@@ -431,6 +431,22 @@ fn the_record_of_a_vms_earlier_life_in_another_folder_says_nothing_of_its_presen
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Commands whose records are in another folder repair and remove the zone of the VM `a` only once the VM has ended.
+fn lives_for_commands_elsewhere_until_its_process_ends(place: &Place, vm: Vm) {
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let output = place.run_in("other", args);
+        assert!(!output.status.success(), "{args:?}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            said.contains(": a could") || said.contains(&format!("process {} (python3)", vm.0.id())),
+            "{said}"
+        );
+    }
+    drop(vm);
+    let output = place.run_in("other", &["zone", "rm", "own.zone"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// Neither is seen by who looks for processes that could write, or for members that have joined or can be rung.
 #[test]
 fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbell() {
@@ -445,18 +461,7 @@ fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbel
         }
         kill(place.server().unwrap());
         place.until("the server lives", || place.server().is_none());
-        for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
-            let output = place.run_in("other", args);
-            assert!(!output.status.success(), "{args:?}");
-            let said = String::from_utf8_lossy(&output.stderr);
-            assert!(
-                said.contains(": a could") || said.contains(&format!("process {} (python3)", vm.0.id())),
-                "{said}"
-            );
-        }
-        drop(vm);
-        let output = place.run_in("other", &["zone", "rm", "own.zone"]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        lives_for_commands_elsewhere_until_its_process_ends(&place, vm);
     }
 }
 
@@ -476,13 +481,7 @@ fn a_vm_whose_server_died_lives_also_if_a_mount_in_it_died_after_it_lost_its_doo
     assert_eq!(place.member("a").unwrap().state, MemberState::Dead);
     kill(place.server().unwrap());
     place.until("the server lives", || place.server().is_none());
-    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
-        let output = place.run_in("other", args);
-        assert!(!output.status.success(), "{args:?}");
-    }
-    drop(vm);
-    let output = place.run_in("other", &["zone", "rm", "own.zone"]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    lives_for_commands_elsewhere_until_its_process_ends(&place, vm);
 }
 
 /// That one leaves in the slot what a server of this release wrote there before the host booted.
@@ -501,13 +500,7 @@ fn a_vm_that_a_server_of_an_earlier_release_has_let_in_lives_after_the_hosts_boo
     let session = std::mem::offset_of!(tombolo_zone::format::tmb_zone_header, session) as u64;
     zone.mem().store_u64(session, zone.header().session ^ 1).unwrap();
     drop(zone);
-    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
-        let output = place.run_in("other", args);
-        assert!(!output.status.success(), "{args:?}");
-    }
-    drop(vm);
-    let output = place.run_in("other", &["zone", "rm", "own.zone"]);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    lives_for_commands_elsewhere_until_its_process_ends(&place, vm);
 }
 
 /// As with a server in a pod of its own: the VM has no number there. Before Linux 6.5 the kernel tells the server of no such process.

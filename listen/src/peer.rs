@@ -2,7 +2,7 @@
 //! The other end of a connection, as the kernel knows it.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 /// The process that connected, or that listens where this one has connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,16 +20,36 @@ pub struct Peer {
 /// It is no Unix socket.
 pub fn of(socket: &impl AsFd) -> io::Result<Peer> {
     let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut len = size_of_val(&found) as libc::socklen_t;
-    // SAFETY: room for as many bytes as are said, which are plain numbers.
-    let got = unsafe {
-        let (fd, at) = (socket.as_fd().as_raw_fd(), (&raw mut found).cast());
-        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, at, &mut len)
-    };
-    if got < 0 {
+    // SAFETY: the structure is the one that this option gives, of plain numbers.
+    unsafe { ask(socket, libc::SO_PEERCRED, &mut found) }?;
+    Ok(Peer { process: u32::try_from(found.pid).ok().filter(|number| *number > 0), user: found.uid })
+}
+
+/// Returns a pidfd of the process at the other end of a Unix socket, in whatever PID namespace it lives.
+///
+/// # Errors
+/// The kernel is older than Linux 6.5, or the process is gone.
+pub fn pidfd(socket: &impl AsFd) -> io::Result<OwnedFd> {
+    let mut fd: libc::c_int = -1;
+    // SAFETY: the option gives a number, of a descriptor that the kernel has just made for this process.
+    unsafe {
+        ask(socket, libc::SO_PEERPIDFD, &mut fd)?;
+        Ok(OwnedFd::from_raw_fd(fd))
+    }
+}
+
+/// Reads a socket's option.
+///
+/// # Safety
+/// Any bytes that the kernel gives for this option are a value of `T`.
+unsafe fn ask<T>(socket: &impl AsFd, option: libc::c_int, found: &mut T) -> io::Result<()> {
+    let mut len = size_of::<T>() as libc::socklen_t;
+    let (fd, at) = (socket.as_fd().as_raw_fd(), (&raw mut *found).cast());
+    // SAFETY: room for as many bytes as are said.
+    if unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, at, &mut len) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    Ok(Peer { process: u32::try_from(found.pid).ok().filter(|number| *number > 0), user: found.uid })
+    Ok(())
 }
 
 #[cfg(test)]

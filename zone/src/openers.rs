@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether any process has a file open, or mapped, whoever it is and wherever: the kernel grants a read lease (`F_SETLEASE`, fcntl(2)) only on a file that none
+//! Whether any process of any user and namespace has a file open or mapped: the kernel grants a read lease (`F_SETLEASE`, fcntl(2)) only on a file that none
 //! has open for writing, and a write lease only on one that none else has open at all.
 
 use std::fs::File;

@@ -571,8 +571,8 @@ impl Zone {
         Ok(held)
     }
 
-    /// As [`Self::hold`], by the owner for a VM that it has not started. If the owner dies, nobody finds the zone owned and the VM's slot not held: a VM of
-    /// which an owner says so has ended.
+    /// As [`Self::hold`], by the owner for a VM that it has not started. One open file description holds the zone and the VM's slot, so the kernel frees both at
+    /// once when the owner dies: a slot that is free while the zone is owned is that of a VM that has ended.
     pub(crate) fn hold_as_owner(&self, id: MemberId) -> Result<HeldByOwner> {
         let Some(owner) = &self.owner else {
             return Err(self.refuse_id(id, "is the owner's to hold".to_owned()));

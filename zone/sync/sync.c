@@ -845,7 +845,7 @@ static int try_read(tmb_sync *s, struct tmb_sync_object *o, tmb_object at, tmb_u
 	} else if (own->count && own->generation == at.generation) {
 		own->count++;
 		got = 1;
-	} else if (!writer || !owner_lives(s, writer)) { /* else no bit: whoever takes a bit back wakes all who wait, and that may be itself */
+	} else if (!writer || !owner_lives(s, writer)) { /* else no bit: taking it back wakes all waiters, this one too */
 		tmb_fetch_or(word, bit);
 		writer = __atomic_load_n(&o->value, __ATOMIC_SEQ_CST);
 		if (tmb_load_acquire(&o->generation) != at.generation)

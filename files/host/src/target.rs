@@ -285,7 +285,7 @@ impl Target {
             file.read_exact(&mut magic).with_context(|| format!("reading {}", path.display()))?;
         }
         let kind = if u64::from_le_bytes(magic) == sys::TMB_ZONE_MAGIC {
-            // Who takes a zone over finds out whether others have it open for writing.
+            // `take_over` looks for processes that have the zone open for writing, and must not find this one.
             drop(file);
             let zone =
                 Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The process at the other end of a doorbell's connection: a VM lives as long as this process.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ impl Process {
     /// ended.
     pub fn of(stream: &UnixStream) -> Option<Process> {
         let Some(number) = tombolo_listen::peer::of(stream).ok()?.process else {
-            return Some(Process { name: None, fd: Arc::new(of_another_namespace(stream)?) });
+            return Some(Process { name: None, fd: Arc::new(tombolo_listen::peer::pidfd(stream).ok()?) });
         };
         let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
         let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
@@ -64,24 +64,6 @@ impl Process {
     pub fn has_ended(&self) -> bool {
         ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
     }
-}
-
-/// A pidfd of the process at the other end of a connection, wherever it lives.
-fn of_another_namespace(stream: &UnixStream) -> Option<OwnedFd> {
-    let mut fd: libc::c_int = -1;
-    let mut len = size_of_val(&fd) as libc::socklen_t;
-    // SAFETY: room for as many bytes as are said, which are a number.
-    let got = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERPIDFD,
-            (&raw mut fd).cast(),
-            &mut len,
-        )
-    };
-    // SAFETY: the kernel has just made it for this process.
-    (got == 0 && fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// The namespaces by which number and start of a process are to be read, in the kernel's words. `None`: /proc shows those of other ones.

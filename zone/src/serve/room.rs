@@ -144,7 +144,7 @@ impl Room {
         self.0.join(format!("{member}.sock"))
     }
 
-    /// Removes the sockets of a server that was killed: who finds one would take it for the present server's. The caller owns the zone.
+    /// Removes the sockets that a killed server has left; a command would take them for the present server's. The caller owns the zone.
     ///
     /// # Errors
     /// Those of the file system.
