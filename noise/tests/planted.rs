@@ -266,16 +266,19 @@ fn a_guest_without_privileges_is_measured_and_told_what_is_missing() {
         recording::parse((guest.run(&unpatched).unwrap().replace("\r\n", "\n") + "\n").as_bytes()).unwrap();
     assert!(recording.traced.is_empty() && recording.plain.len() == 2);
     assert!(recording.notes.iter().any(|note| note.ends_with(RESIDENT)), "{:?}", recording.notes);
-    let leaves = "exec 9<>/tmp/open; collector --cpus 1 --seconds 2 <&9 >/tmp/out 2>&1 & \
+    let leaves = format!(
+        "exec 9<>/tmp/open; collector {NO_PATCHING} --cpus 1 --seconds 2 <&9 >/tmp/out 2>&1 & \
          until grep -qx 'Cpus_allowed_list:.1' /proc/$!/task/*/status; do :; done; \
-         echo 0 >/sys/devices/system/cpu/cpu1/online; wait $! || cat /tmp/out; echo 1 >/sys/devices/system/cpu/cpu1/online";
-    let said = guest.run(leaves).unwrap();
+         echo 0 >/sys/devices/system/cpu/cpu1/online; wait $! || cat /tmp/out; echo 1 >/sys/devices/system/cpu/cpu1/online"
+    );
+    let said = guest.run(&leaves).unwrap();
     // It leaves before the measurement or during it.
     assert!(
         said.contains("bound to the CPUs [1]") || said.contains("CPU 1 went offline while it was measured"),
         "{said}"
     );
-    let offline =
-        guest.run("echo 0 >/sys/devices/system/cpu/cpu1/online; collector --cpus 1 </dev/null 2>&1 || true");
-    assert!(offline.unwrap().contains("CPU 1 is offline; switch it on: echo 1 >"));
+    let offline = format!(
+        "echo 0 >/sys/devices/system/cpu/cpu1/online; collector {NO_PATCHING} --cpus 1 </dev/null 2>&1 || true"
+    );
+    assert!(guest.run(&offline).unwrap().contains("CPU 1 is offline; switch it on: echo 1 >"));
 }

@@ -16,7 +16,7 @@ pub fn kit() -> PathBuf {
 }
 
 /// Arguments that the guest kit's kernel needs under emulation.
-pub const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable";
+pub const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable nohz=off";
 
 /// The lines of a shell on a serial line, and commands for it.
 pub struct Shell<W: Write> {

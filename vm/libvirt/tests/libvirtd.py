@@ -18,7 +18,7 @@ DOMAIN = """<domain type='qemu'>
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{folder}/vmlinuz</kernel>
     <initrd>{folder}/initrd.img</initrd>
-    <cmdline>console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable tombolo.ip=eth0={address}/24</cmdline>
+    <cmdline>console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable nohz=off tombolo.ip=eth0={address}/24</cmdline>
   </os>
   <features><acpi/></features>
   <cpu mode='maximum'>

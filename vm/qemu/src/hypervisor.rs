@@ -40,14 +40,18 @@ impl Hypervisor {
         if self == Hypervisor::Tcg && count < 2 { format!("{count},maxcpus=2") } else { count.to_string() }
     }
 
-    /// Arguments that every guest's kernel needs, with a space before each.
+    /// Arguments that the kernel of a guest with so many CPUs needs, with a space before each.
     ///
     /// `no_timer_check`: on a loaded host an emulated timer comes too late for the kernel's check of it, which ends in a panic.
-    /// `tsc=unstable`: a kernel that trusts the TSC patches the code of its tick late in its boot: see [`follows_patched_code`].
-    pub fn kernel_arguments(self) -> &'static str {
+    /// `tsc=unstable` and `nohz=off`: a kernel that trusts the TSC, or lets idle CPUs sleep through ticks, patches the code of its timers late in its boot,
+    /// which the other CPU executes then: see [`follows_patched_code`].
+    pub fn kernel_arguments(self, qemu: &Qemu, cpus: u32) -> &'static str {
         match self {
             Hypervisor::Kvm => "",
-            Hypervisor::Tcg => " no_timer_check tsc=unstable",
+            Hypervisor::Tcg if cpus < 2 || follows_patched_code(qemu.version) => {
+                " no_timer_check tsc=unstable"
+            }
+            Hypervisor::Tcg => " no_timer_check tsc=unstable nohz=off",
         }
     }
 }
@@ -84,6 +88,16 @@ mod tests {
         assert_eq!(cpu(Hypervisor::Tcg, (7, 2, 22)), "max,-erms,-fsrm,-cx16");
         assert_eq!(cpu(Hypervisor::Tcg, (10, 0, 2)), "max,-erms,-fsrm");
         assert_eq!(cpu(Hypervisor::Kvm, (7, 2, 22)), "host");
+    }
+
+    #[test]
+    fn an_old_emulator_of_several_cpus_is_spared_a_kernel_that_patches_its_timers() {
+        let spared = |hypervisor: Hypervisor, version, cpus| {
+            hypervisor.kernel_arguments(&qemu(version), cpus).contains("nohz=off")
+        };
+        assert!(spared(Hypervisor::Tcg, (7, 2, 22), 2) && spared(Hypervisor::Tcg, (8, 0, 5), 4));
+        assert!(!spared(Hypervisor::Tcg, (7, 2, 22), 1) && !spared(Hypervisor::Tcg, (8, 1, 0), 2));
+        assert!(!spared(Hypervisor::Kvm, (7, 2, 22), 2));
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl Machine {
             add(&["-object", &format!("memory-backend-file,id=zone,mem-path={path},size={size},share=on")]);
             add(&["-device", "virtio-pmem-pci,memdev=zone"]);
         }
-        add(&["-append", &self.kernel_line(hypervisor)]);
+        add(&["-append", &self.kernel_line(hypervisor, qemu)]);
         options.extend(["-kernel".into(), self.kernel.clone().into()]);
         options.extend(["-initrd".into(), self.image.clone().into()]);
         options.extend(self.arguments.iter().cloned());
@@ -113,8 +113,10 @@ impl Machine {
         .into()
     }
 
-    fn kernel_line(&self, hypervisor: Hypervisor) -> String {
-        let own = hypervisor.kernel_arguments();
+    fn kernel_line(&self, hypervisor: Hypervisor, qemu: &Qemu) -> String {
+        // A layout may have any number of CPUs.
+        let cpus = if self.layout.is_some() { u32::MAX } else { self.processors };
+        let own = hypervisor.kernel_arguments(qemu, cpus);
         format!("console=ttyS0 quiet panic=-1{own} {NO_WATCHDOGS} {}", self.kernel_arguments)
     }
 }

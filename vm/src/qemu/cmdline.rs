@@ -203,7 +203,7 @@ fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) {
         cmdline.push(' ');
         cmdline.push_str(tombolo_start::guest::KERNEL_ARGUMENTS);
     }
-    cmdline.push_str(plan.hypervisor.kernel_arguments());
+    cmdline.push_str(plan.hypervisor.kernel_arguments(plan.qemu, plan.spec.cpus));
     if plan.spec.devices.is_empty() {
         cmdline.push_str(FEW_BOUNCE_BUFFERS);
     }
