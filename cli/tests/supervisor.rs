@@ -324,14 +324,24 @@ fn a_zone_file_that_somebody_cuts_short_takes_no_supervisor_and_no_other_vm_alon
     lab.assert_nothing_left();
 }
 
-/// QEMU is killed with its supervisor, and may take its time to end.
 #[test]
 fn a_vm_that_dies_after_its_supervisor_is_found_dead_by_a_mount_that_stays() {
-    let lab = lab(
-        &[],
-        "zones = { kept = {} }\n[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\nfiles = true\n",
-    );
+    a_mount_that_stays_finds_the_vm_dead("zones = { kept = {} }", &[]);
+}
+
+#[test]
+fn a_vm_with_a_zone_that_came_while_it_ran_is_found_dead_by_a_mount_that_stays() {
+    a_mount_that_stays_finds_the_vm_dead("", &["zone", "attach", "kept", "a"]);
+}
+
+/// QEMU is killed with its supervisor, and may take its time to end.
+fn a_mount_that_stays_finds_the_vm_dead(zones: &str, attach: &[&str]) {
+    let kept = "[zone.kept]\nsize = \"16M\"\nbacking = \"./kept.zone\"\nfiles = true\n";
+    let lab = lab(&[], &format!("{zones}\n{kept}"));
     lab.good(&["up"]);
+    if !attach.is_empty() {
+        lab.good(attach);
+    }
     let (path, mount) = (lab.dir.path().join("kept.zone"), lab.dir.path().join("mnt"));
     std::fs::create_dir(&mount).unwrap();
     lab.good(&["files", "mount", "kept.zone", "mnt"]);

@@ -11,6 +11,8 @@ use rustix::io::Errno;
 
 /// fcntl(2); libc has no name for it.
 const F_SETSIG: libc::c_int = 10;
+/// Its number in `/proc/PID/ns/pid` (PROC_PID_INIT_INO).
+const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 
 /// How processes that are looked for have a file open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +28,7 @@ pub(crate) enum Access {
 pub(crate) enum Openers {
     None,
     Some,
-    /// The file is another user's.
+    /// The file is another user's; or its file system has no leases, and this process can't look at all processes of the host.
     Unknown,
 }
 
@@ -55,9 +57,25 @@ pub(crate) fn look(file: &File, access: Access) -> Openers {
     match Errno::from_io_error(&std::io::Error::last_os_error()) {
         Some(Errno::AGAIN) => Openers::Some,
         Some(Errno::ACCESS | Errno::PERM) => Openers::Unknown,
-        // A file system without leases: this process sees at least the processes of its own PID namespace and user.
-        _ => among(&holders(file, access)),
+        // A file system without leases.
+        _ => search(file, access),
     }
+}
+
+/// As [`look`], by what processes have mapped. None is found for sure only by who can look at all processes.
+fn search(file: &File, access: Access) -> Openers {
+    match among(&holders(file, access)) {
+        Openers::None if !sees_all() => Openers::Unknown,
+        found => found,
+    }
+}
+
+/// Returns whether this process can look at all processes of the host: the first one among them, in the first PID namespace.
+fn sees_all() -> bool {
+    let is_first = |of: std::fs::Metadata| of.ino() == FIRST_PID_NAMESPACE;
+    crate::door::check_proc().is_ok()
+        && std::fs::metadata("/proc/self/ns/pid").is_ok_and(is_first)
+        && std::fs::read("/proc/1/maps").is_ok()
 }
 
 fn among(holders: &[u32]) -> Openers {
@@ -154,6 +172,20 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(look(&file, Access::Write), Openers::None);
+    }
+
+    #[test]
+    fn without_leases_a_process_that_can_not_look_at_all_others_knows_nothing() {
+        let file = tempfile::tempfile().unwrap();
+        let (all, found) = (sees_all(), search(&file, Access::Any));
+        assert_eq!(found, if all { Openers::None } else { Openers::Unknown });
+        // As an ordinary user, this thread alone.
+        let ordinary = move || {
+            // SAFETY: numbers only. A process that may not change them is an ordinary user's by now.
+            unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) };
+            search(&file, Access::Any)
+        };
+        assert_eq!(std::thread::spawn(ordinary).join().unwrap(), Openers::Unknown);
     }
 
     #[test]

@@ -114,7 +114,8 @@ impl Ports {
         };
         self.attached += 1;
         let attached = self
-            .doorbell(qmp, zone, port, has_memory, invitation)
+            .liveness(qmp, zone, invitation)
+            .and_then(|()| self.doorbell(qmp, zone, port, has_memory, invitation))
             .and_then(|()| if has_memory { Ok(()) } else { self.memory(qmp, zone, port, invitation) });
         match attached {
             Ok(()) => {
@@ -157,6 +158,16 @@ impl Ports {
     ) -> Result<(), (Error, bool)> {
         self.undo.push(Undo { command: undo, arguments });
         step().map_err(|e| (e, false))
+    }
+
+    /// Gives QEMU a copy of the descriptor by which the VM is held. It keeps it until its end; once the VM has left the zone, that holds nothing.
+    fn liveness(&mut self, qmp: &Qmp, zone: &str, invitation: &Invitation) -> Result<(), (Error, bool)> {
+        let Some(liveness) = &invitation.liveness else { return Ok(()) };
+        let name = format!("alive-{zone}.{}", self.attached);
+        self.step(Command::Closefd, json!({ "fdname": name }), || {
+            let getfd = qmp::getfd { fdname: name.clone() };
+            qmp.execute_with(getfd, Some(liveness.as_fd()), STEP).map(drop)
+        })
     }
 
     fn doorbell(

@@ -253,12 +253,12 @@ impl HostZone {
         Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell, liveness: None })
     }
 
-    /// As [`Self::invite`], for a VM whose QEMU is to be started and inherits the descriptor by which it is held: if this process is killed, the zone's other
+    /// As [`Self::invite`], for a VM whose QEMU gets the descriptor by which the VM is held, before the memory: if this process is killed, the zone's other
     /// members know when the VM has ended.
     ///
     /// # Errors
     /// Those of [`Self::invite`].
-    pub fn invite_before_start(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<Invitation> {
+    pub fn invite_held_by_qemu(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<Invitation> {
         let invitation = self.invite(member, zone_use)?;
         let copied = self.copy_liveness(member);
         let liveness = copied.inspect_err(|_| self.gone(member))?;

@@ -68,7 +68,7 @@ impl Zone {
                 Err(Hindrance::Doubt(vms, access, openers)) => {
                     let why = match (openers, access) {
                         (Openers::Unknown, _) => {
-                            "only the user whose file it is, and root, can find out whether they live"
+                            "this process can't find out whether they live; the user whose file it is and root can, outside of containers"
                                 .to_owned()
                         }
                         (_, Access::Write) => format!("open for writing in {}", openers::names(path, access)),

@@ -229,7 +229,7 @@ impl Supervisor {
     ) -> anyhow::Result<Vec<(String, ZoneUse, Invitation)>> {
         let mut invitations = Vec::new();
         for (name, zone_use) in zones {
-            match self.zone(name).and_then(|zone| zone.invite_before_start(vm, zone_use)) {
+            match self.zone(name).and_then(|zone| zone.invite_held_by_qemu(vm, zone_use)) {
                 Ok(invitation) => invitations.push((name.clone(), zone_use.clone(), invitation)),
                 Err(e) => {
                     self.leave_zones(vm, invitations.iter().map(|(name, ..)| name));
