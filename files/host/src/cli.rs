@@ -261,14 +261,9 @@ fn mkfs(
     if !target.is_zone() && !force && size.is_none() && !starts_empty(&area) {
         bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
     }
-    target.retire("mkfs", force)?;
-    fs::mkfs(&area, options).map_err(|e| match e.raw_os_error() {
-        libc::ENOSPC | libc::EINVAL => {
-            anyhow::anyhow!("{}: {} bytes are too few for a file system", zone.display(), area.size())
-        }
-        _ => anyhow::anyhow!("{}: making the file system: {e}", zone.display()),
-    })?;
-    area.sync().with_context(|| format!("{}: syncing", zone.display()))?;
+    crate::snapshot::make(&area, options, || target.retire("mkfs", force))
+        .and_then(|()| area.sync().context("syncing"))
+        .with_context(|| zone.display().to_string())?;
     let fs = Filesystem::open(area).map_err(|e| open_error(zone, e))?;
     let s = fs.statfs();
     let block = u64::from(sys::TFS_BLOCK);

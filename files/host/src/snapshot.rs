@@ -9,11 +9,11 @@ use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use rustix::fs::{Timespec, Timestamps};
 
 use crate::area::{Area, Map};
-use crate::fs::{Filesystem, Handle, Result};
+use crate::fs::{self, Filesystem, Handle, Mkfs, Result};
 use crate::fsck::{self, Progress};
 use crate::sys;
 
@@ -190,6 +190,19 @@ pub fn is_inside(fs: &Filesystem, file: &File) -> bool {
 
 fn check(image: &Area, progress: Progress<'_>) -> anyhow::Result<()> {
     fsck::expect_clean(image, progress).map(|_| ()).map_err(|why| anyhow::anyhow!("it is damaged: {why}"))
+}
+
+/// Makes an empty file system in an unused area, from an image in memory. `retire` as for [`restore`].
+///
+/// # Errors
+/// An area that is too small, then it is unchanged; otherwise those of [`restore`].
+pub fn make(to: &Area, options: &Mkfs, retire: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let image = Area::whole(Map::memfd("mkfs", to.size())?)?;
+    fs::mkfs(&image, options).map_err(|e| match e.raw_os_error() {
+        libc::ENOSPC | libc::EINVAL => anyhow!("{} bytes are too few for a file system", to.size()),
+        _ => anyhow!("making the file system: {e}"),
+    })?;
+    restore(&image, to, retire, &mut |_, _, _| {}).map(drop)
 }
 
 /// Checks an image and copies it into an unused area. `retire` makes sure that it is unused, once the image is known to be good. Returns the blocks

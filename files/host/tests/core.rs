@@ -749,9 +749,9 @@ fn an_image_that_is_not_whole_yet_is_no_file_system() {
     assert!(pieces > 4, "{pieces} pieces");
 }
 
-/// A host that fails during the copy leaves the old magic on the disk otherwise, with contents that are partly the image's.
+/// A host that fails during the copy leaves the old magic on the disk otherwise, with contents that are partly the new ones.
 #[test]
-fn a_restore_writes_nothing_before_it_is_on_the_disk_that_there_is_no_file_system() {
+fn a_restore_and_a_mkfs_write_nothing_before_it_is_on_the_disk_that_there_is_no_file_system() {
     let a = Filesystem::open(area(16)).expect("open");
     a.pwrite(file(&a, "f"), &[7; 5 << 20], 0, false).expect("write");
     let image = tempfile::tempfile().expect("a file");
@@ -772,6 +772,9 @@ fn a_restore_writes_nothing_before_it_is_on_the_disk_that_there_is_no_file_syste
     let before = contents(&to);
     let said =
         snapshot::restore(&image, &to, || Ok(()), &mut |_, _, _| {}).expect_err("not synced").to_string();
+    assert!(said.contains("syncing the zone"), "{said}");
+    assert!(contents(&to) == before, "it has been overwritten in part");
+    let said = snapshot::make(&to, &Mkfs::default(), || Ok(())).expect_err("not synced").to_string();
     assert!(said.contains("syncing the zone"), "{said}");
     assert!(contents(&to) == before, "it has been overwritten in part");
 }
