@@ -78,7 +78,7 @@ impl DoorbellServer {
             for (peer, Lost { member, why }) in &lost {
                 let why = format!("its connection could not be taken over: {why}");
                 // Who has not read for too long is found when more is sent.
-                let _late = work.announce_end(*member, *peer, why);
+                work.announce_end(*member, *peer, why);
             }
         })?;
         Ok((server, events, lost.into_iter().map(|(_, lost)| lost).collect()))

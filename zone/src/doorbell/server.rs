@@ -27,8 +27,6 @@ use crate::door::{Door, DoorState};
 use crate::keep::Keep;
 use crate::{Error, Member, MemberId, Result, Role, Zone};
 
-/// Messages kept for a client that doesn't read; a full zone's worth of joins and leaves, several times over.
-const MAX_BACKLOG: usize = 1024;
 /// Connected processes of the host that have not sent their member number yet.
 const MAX_UNNAMED: usize = 16;
 
@@ -584,9 +582,6 @@ impl Work {
                     if e.kind() == io::ErrorKind::WouldBlock
                         || e.raw_os_error() == Some(libc::ETOOMANYREFS) =>
                 {
-                    if client.backlog.len() > MAX_BACKLOG {
-                        self.leave(peer, format!("it has not read {MAX_BACKLOG} messages"));
-                    }
                     return;
                 }
                 Err(error) => {
@@ -599,17 +594,11 @@ impl Work {
 
     /// Forgets a peer and tells the other clients, each of which may turn out to have closed as well.
     fn leave(&mut self, peer: u16, why: String) {
-        let mut gone = vec![(peer, why)];
-        while let Some((peer, why)) = gone.pop() {
-            let Some(client) = self.clients.remove(&peer) else { continue };
-            lock(&self.bells).remove(&peer);
-            let member = client.member;
-            drop(client);
-            let late = self.announce_end(member, peer, why);
-            gone.extend(
-                late.into_iter().map(|other| (other, format!("it has not read {MAX_BACKLOG} messages"))),
-            );
-        }
+        let Some(client) = self.clients.remove(&peer) else { return };
+        lock(&self.bells).remove(&peer);
+        let member = client.member;
+        drop(client);
+        self.announce_end(member, peer, why);
         let others: Vec<u16> = self.clients.keys().copied().collect();
         for other in others {
             // flush() may call this again; each time with a client less.
@@ -617,21 +606,22 @@ impl Work {
         }
     }
 
-    /// Takes a peer that is no client any more out of its member's slot, and tells the clients. Returns those that have not read for too long.
-    pub(super) fn announce_end(&mut self, member: MemberId, peer: u16, why: String) -> Vec<u16> {
+    /// Takes a peer that is no client any more out of its member's slot, and tells the clients.
+    pub(super) fn announce_end(&mut self, member: MemberId, peer: u16, why: String) {
         if self.zone.doorbell(member).is_ok_and(|there| there == Some(peer)) {
             // The zone was writable when the slot was set.
             let _ = self.zone.set_doorbell(member, None);
         }
         self.tell(Event::Left { member, peer, why });
-        let mut late = Vec::new();
-        for (other, client) in &mut self.clients {
-            client.backlog.push_back((i64::from(peer), None));
-            if client.backlog.len() > MAX_BACKLOG {
-                late.push(*other);
+        let peer = i64::from(peer);
+        for client in self.clients.values_mut() {
+            let is_its_join = |(value, fd): &(i64, Option<Arc<OwnedFd>>)| *value == peer && fd.is_some();
+            if client.backlog.iter().filter(|message| is_its_join(message)).count() == VECTORS {
+                client.backlog.retain(|message| !is_its_join(message));
+            } else {
+                client.backlog.push_back((peer, None));
             }
         }
-        late
     }
 
     fn hand_over(&self) -> io::Result<Taken> {
