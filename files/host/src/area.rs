@@ -55,6 +55,10 @@ unsafe impl Sync for Map {}
 impl Map {
     /// Maps `len` bytes of `file` from its start. The file must be that long. Should it be cut short, [`Area::is_lost`] tells.
     pub fn new(file: impl AsFd, len: u64, writable: bool) -> io::Result<Map> {
+        Map::with(file, len, writable, MapFlags::SHARED)
+    }
+
+    fn with(file: impl AsFd, len: u64, writable: bool, flags: MapFlags) -> io::Result<Map> {
         let file = file.as_fd().try_clone_to_owned()?;
         let size = u64::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(0);
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -66,7 +70,7 @@ impl Map {
         }
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: a new mapping at an address that the kernel chooses.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &file, 0) }?;
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, &file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         let mut map = Map { base, len, writable, file: Arc::new(file), watch: None };
         map.watch = Some(tombolo_sigbus::watch(base.as_ptr() as usize, len)?);
@@ -209,6 +213,13 @@ impl Area {
     /// Returns the same area for another member, or for a process that is alone (no table is used then).
     pub fn used_by(&self, incarnation: Option<Incarnation>) -> Area {
         Area { incarnation, ..self.clone() }
+    }
+
+    /// Returns the area as this process alone will see it: what is stored there goes into copies of its pages. `None`: it lies in no file.
+    pub(crate) fn private(&self) -> io::Result<Option<Area>> {
+        let Some(file) = &self.file else { return Ok(None) };
+        let map = Map::with(file, self.offset + self.size(), true, MapFlags::PRIVATE)?;
+        Area::in_map(&Arc::new(map), self.offset, self.size(), None).map(Some)
     }
 
     /// Returns the same area for a process that is alone and recovers all former members: in a private member table, member 0 is active

@@ -716,6 +716,32 @@ fn a_read_only_mount_refuses_writes_and_mkfs_refuses_to_overwrite() {
 }
 
 #[test]
+fn what_a_member_left_unfinished_when_it_died_is_no_damage() {
+    let dir = TempDir::new().expect("a directory");
+    let image = dir.path().join("image");
+    let path = image.to_str().expect("a path");
+    must(&["mkfs", "--size", "16M", path]);
+    // As if a member had died in the midst of an operation.
+    let file = fs::File::options().read(true).write(true).open(&image).expect("open");
+    let state = u64::from(tombolo_files::sys::TFS_BLOCK)
+        + 3 * size_of::<tombolo_files::sys::tfs_member_area>() as u64;
+    let begun = u64::from(tombolo_files::sys::TFS_TX_OPEN) | 1 << 32;
+    file.write_all_at(&begun.to_ne_bytes(), state).expect("write");
+    for (how, says) in
+        [("-n", "died: 1, completed or undone by the next mount"), ("-y", "died: 1, completed or undone\n")]
+    {
+        let out = files(&["fsck", how, path]);
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success() && said.contains(says) && said.contains(": clean: "), "{how}: {said}");
+        let mut there = [0; 8];
+        file.read_exact_at(&mut there, state).expect("read");
+        assert_eq!(u64::from_ne_bytes(there) == begun, how == "-n");
+    }
+    let said = String::from_utf8_lossy(&files(&["fsck", "-n", path]).stdout).into_owned();
+    assert!(!said.contains("unfinished"), "{said}");
+}
+
+#[test]
 fn sigterm_unmounts_and_leaves_a_clean_zone() {
     let rig = Rig::new();
     fs::write(rig.at("a/f"), "x").expect("write");

@@ -53,13 +53,22 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         target.fill_holes()?;
     }
     let live = target.is_in_use()?;
+    let mut area = target.area()?;
+    let mut unfinished = 0;
     let report = {
         let mut meter = Meter::new(json);
-        fsck::check(&target.area()?, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
-            .with_context(|| args.zone.display().to_string())?
+        let named = || args.zone.display().to_string();
+        if !live {
+            unfinished = fsck::unfinished(&area).with_context(named)?;
+        }
+        if !live && !args.yes {
+            area = fsck::finished(&area).unwrap_or(area);
+        }
+        fsck::check(&area, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
+            .with_context(named)?
     };
     if args.yes {
-        target.area()?.sync()?;
+        area.sync()?;
     }
     let code = match (report.damage, report.left) {
         (0, _) => 0,
@@ -67,7 +76,10 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         _ => 4,
     };
     if json {
-        println!("{}", json!({"zone": args.zone, "live": live, "exit": code, "report": report}));
+        println!(
+            "{}",
+            json!({"zone": args.zone, "live": live, "unfinished": unfinished, "exit": code, "report": report})
+        );
         return Ok(code);
     }
     for problem in report.problems.iter().filter(|p| args.verbose || p.severity != Severity::Note) {
@@ -77,6 +89,13 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
             _ => " (not repaired)",
         };
         println!("{}: {}{done}", args.zone.display(), shown(&problem.text));
+    }
+    if unfinished > 0 {
+        let then = if args.yes { "" } else { " by the next mount; checked as it will be then" };
+        println!(
+            "{}: operations that members left unfinished when they died: {unfinished}, completed or undone{then}",
+            args.zone.display()
+        );
     }
     let state = match code {
         0 if live => "clean as far as can be told while members use it",

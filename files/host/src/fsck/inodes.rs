@@ -78,20 +78,16 @@ impl Checker<'_> {
         if self.options.live {
             return;
         }
+        for (member, slot, at, state) in self.layout.begun(self.area) {
+            let text = format!(
+                "member {member}: an operation was interrupted (transaction {slot}, state {state:#x})"
+            );
+            if self.damage("transaction", text) {
+                self.put(at, 0);
+            }
+        }
         for member in 0..sys::TFS_MEMBERS {
             let base = self.layout.member(member);
-            for slot in 0..u64::from(sys::TFS_TX_SLOTS) {
-                let at = base + slot * size_of::<sys::tfs_tx>() as u64;
-                let state = self.area.word(at).unwrap_or(0);
-                if state & 0xff != u64::from(sys::TFS_TX_FREE) {
-                    let text = format!(
-                        "member {member}: an operation was interrupted (transaction {slot}, state {state:#x})"
-                    );
-                    if self.damage("transaction", text) {
-                        self.put(at, 0);
-                    }
-                }
-            }
             for pin in 0..u64::from(sys::TFS_PINS) {
                 let at = base
                     + offset_of!(sys::tfs_member_area, pins) as u64

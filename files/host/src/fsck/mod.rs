@@ -234,14 +234,31 @@ impl<'a> Checker<'a> {
     }
 }
 
-/// Checks, and repairs if asked to. An error: there is no file system, or one of another version.
+/// Returns how many operations members left unfinished when they died, in an area that nobody uses.
+///
+/// # Errors
+/// There is no file system, or one of another version.
+pub fn unfinished(area: &Area) -> Result<usize, Unreadable> {
+    Ok(raw::Layout::read(area)?.begun(area).len())
+}
+
+/// Returns an area that nobody uses as the next member will find it, in memory: what members left unfinished when they died is completed or undone there. `None`:
+/// the area is no file's, or there is no memory for it.
+pub fn finished(area: &Area) -> Option<Area> {
+    let finished = area.private().ok().flatten()?;
+    repair::recover(&finished);
+    Some(finished)
+}
+
+/// Checks, and repairs if asked to; a repair completes what members left unfinished, which counts as damage otherwise. An error: there is no file system, or
+/// one of another version.
 pub fn check(area: &Area, options: Options, progress: Progress<'_>) -> Result<Report, Unreadable> {
     if options.repair && (!area.writable() || options.live) {
         return Err(Unreadable("repair needs the area for itself, writable".into()));
     }
     let mut total = Report::default();
     if options.repair {
-        repair::recover(area, &mut total);
+        repair::recover(area);
     }
     for pass in 1..=MAX_PASSES {
         let mut checker = Checker::new(area, options)?;

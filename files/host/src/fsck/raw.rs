@@ -101,6 +101,17 @@ impl Layout {
     pub(crate) fn member(&self, member: u32) -> u64 {
         self.member_start * BLOCK + u64::from(member) * size_of::<sys::tfs_member_area>() as u64
     }
+
+    /// The operations that have begun and not ended: member, transaction slot, where its state lies, and the state.
+    pub(crate) fn begun(&self, area: &Area) -> Vec<(u32, u64, u64, u64)> {
+        let slots =
+            (0..sys::TFS_MEMBERS).flat_map(|m| (0..u64::from(sys::TFS_TX_SLOTS)).map(move |slot| (m, slot)));
+        let states = slots.map(|(member, slot)| {
+            let at = self.member(member) + slot * size_of::<sys::tfs_tx>() as u64;
+            (member, slot, at, area.word(at).unwrap_or(0))
+        });
+        states.filter(|(.., state)| state & 0xff != u64::from(sys::TFS_TX_FREE)).collect()
+    }
 }
 
 pub(crate) fn clear_errors(area: &Area) {

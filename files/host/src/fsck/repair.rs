@@ -18,8 +18,7 @@ fn say(report: &mut Report, code: &'static str, text: String, fixed: bool) {
 }
 
 /// Has the core recover dead members. Damage that stops it is left to the passes.
-pub(crate) fn recover(area: &Area, report: &mut Report) {
-    let _ = report;
+pub(crate) fn recover(area: &Area) {
     if let Ok(fs) = Filesystem::open_with(area.lone(), Box::new(|_, _, _| {})) {
         let _ = fs.recover_all();
     }

@@ -169,6 +169,7 @@ impl Sweep {
             return Ok(());
         }
         self.prefixes += 1;
+        self.world.check_before_recovery()?;
         let fs = self.recover(0)?;
         let (log, orders) = (recorder::since(here), recorder::orders_since(here));
         self.verify(fs, wanted)?;
@@ -211,6 +212,7 @@ impl Sweep {
             return Ok(());
         }
         self.prefixes += 1;
+        self.world.check_before_recovery()?;
         let fs = self.recover(0)?;
         let recovery = recorder::since(here);
         self.verify(fs, wanted)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tombolo_files::area::{Area, Incarnation, Map};
 use tombolo_files::fs::{self, Filesystem, Mkfs, ROOT};
-use tombolo_files::fsck;
+use tombolo_files::fsck::{self, Options};
 use tombolo_files::sys;
 
 use crate::recorder;
@@ -100,6 +100,13 @@ impl World {
     /// Returns the blocks in use; fsck must find nothing.
     pub fn check(&self) -> Result<u64, String> {
         fsck::expect_clean(&self.area, &mut |_, _, _| {}).map(|report| report.blocks_used)
+    }
+
+    /// As `fsck -n` before anybody recovers the dead: what they left unfinished is no damage.
+    pub fn check_before_recovery(&self) -> Result<(), String> {
+        let finished = fsck::finished(&self.area).ok_or("no copy")?;
+        let report = fsck::check(&finished, Options::default(), &mut |_, _, _| {}).map_err(|e| e.0)?;
+        if report.is_clean() { Ok(()) } else { Err(format!("fsck -n: {:?}", report.problems)) }
     }
 
     /// Names the field that a store changes, for failure messages.
