@@ -93,7 +93,7 @@ pub fn export(args: &ExportArgs, json: bool) -> anyhow::Result<()> {
     std::fs::create_dir_all(&args.to).with_context(|| format!("making {}", args.to.display()))?;
     let to = Tree::open(&args.to)?;
     let rights = Rights { suid: args.suid, devices: args.dev };
-    let done = copy(&from, &to, rights, args.more.delete, json);
+    let done = copy(&from, &to, rights, args.more.delete, json).and_then(|done| to.sync().map(|()| done));
     drop((from, to));
     finish(mounted, done, json)
 }

@@ -349,19 +349,18 @@ fn contents(source: &Path, meta: &Metadata, to: &File) -> anyhow::Result<u64> {
     if (opened.dev(), opened.ino(), opened.is_file()) != (meta.dev(), meta.ino(), true) {
         bail!("another file came in its place while it was copied");
     }
-    let size = opened.len();
-    to.set_len(size)?;
+    let mut size = opened.len();
     let mut buffer = vec![0; PIECE];
     let (mut at, mut written) = (0, 0);
-    while let Some((start, end)) = next_data(&from, at, size)? {
+    'data: while let Some((start, end)) = next_data(&from, at, size)? {
         at = start;
         while at < end {
             let piece = usize::try_from(end - at).map_or(PIECE, |n| n.min(PIECE));
             let n = rustix::io::pread(&from, &mut buffer[..piece], at)?;
             if n == 0 {
                 // The source was truncated meanwhile.
-                to.set_len(at)?;
-                return Ok(written);
+                size = at;
+                break 'data;
             }
             let mut put = 0;
             while put < n {
@@ -369,6 +368,13 @@ fn contents(source: &Path, meta: &Metadata, to: &File) -> anyhow::Result<u64> {
             }
             (at, written) = (at + n as u64, written + n as u64);
         }
+    }
+    // The size comes after the data, also on the disk: should the host fail, the next run tells by the size that data is missing.
+    if to.metadata()?.len() < size {
+        if written > 0 {
+            to.sync_data()?;
+        }
+        to.set_len(size)?;
     }
     Ok(written)
 }
@@ -611,6 +617,17 @@ mod tests {
         drop(file);
         run(from.path(), to.path(), true);
         assert_eq!(picture(from.path()), picture(to.path()));
+    }
+
+    #[test]
+    fn a_copy_has_its_size_only_with_its_data() {
+        let from = tree();
+        let file = from.path().join("folder/file");
+        let sealed = rustix::fs::memfd_create("to", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::fcntl_add_seals(&sealed, rustix::fs::SealFlags::WRITE).unwrap();
+        let to = File::from(sealed);
+        contents(&file, &fs::metadata(&file).unwrap(), &to).unwrap_err();
+        assert_eq!(to.metadata().unwrap().len(), 0);
     }
 
     #[test]
