@@ -261,6 +261,7 @@ fn mkfs(
     if !target.is_zone() && !force && size.is_none() && !starts_empty(&area) {
         bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
     }
+    target.fill_holes()?;
     target.retire("mkfs", force)?;
     fs::mkfs(&area, options).map_err(|e| match e.raw_os_error() {
         libc::ENOSPC | libc::EINVAL => {
