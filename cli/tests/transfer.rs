@@ -78,6 +78,48 @@ fn what_can_not_be_copied_is_said_and_no_mount_is_left() {
     assert!(!mounts.contains(dir.to_str().unwrap()), "{mounts}");
 }
 
+/// The children of a process.
+fn children(pid: u32) -> Vec<u32> {
+    let listed = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    listed.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+fn signal(pid: u32, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(pid.try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, signal).unwrap();
+}
+
+#[test]
+fn a_copy_whose_mount_is_killed_says_so_and_leaves_no_mount() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    good(dir, &["zone", "create", "own.zone", "--size", "256M"]);
+    good(dir, &["files", "mkfs", "own.zone"]);
+    std::fs::create_dir_all(dir.join("from")).unwrap();
+    std::fs::create_dir(dir.join("tmp")).unwrap();
+    for i in 0..100 {
+        std::fs::write(dir.join(format!("from/{i}")), vec![1; 2 << 20]).unwrap();
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+    command.args(["files", "import", "from", "own.zone"]).current_dir(dir).env("TMPDIR", dir.join("tmp"));
+    let copy = command.stderr(Stdio::piped()).spawn().unwrap();
+    let is_mounted = || {
+        let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
+        mounts.contains(dir.join("tmp").to_str().unwrap())
+    };
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while !is_mounted() {
+        assert!(std::time::Instant::now() < until, "it does not mount");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    signal(children(copy.id())[0], rustix::process::Signal::KILL);
+    let output = copy.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    assert!(!is_mounted(), "{said}");
+    assert_eq!(std::fs::read_dir(dir.join("tmp")).unwrap().count(), 0, "{said}");
+}
+
 /// A zone in which a member has made `www` a link to the folder `victim` of the host, and two programs with set-id bits.
 fn hostile(dir: &Path) {
     good(dir, &["zone", "create", "own.zone", "--size", "32M"]);

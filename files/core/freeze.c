@@ -5,12 +5,48 @@
  * the word, then looks at transactions and locks. Of two that race, at least one sees the other. An operation that has begun goes on to its end,
  * with all locks that it still needs. References (open, mapped), records of file locks, claims of free inodes and access times may still change:
  * recovery repairs them in the copy, in which no member lives. Mappings are revoked, and come back after the thaw.
+ *
+ * The freezing member may be suspended, with everyone else waiting. So it renews the word, whose tag counts that, and whoever waits ends a freeze that was
+ * not renewed for TFS_FREEZE_IDLE_NS. The freezing member learns that when it next renews the word, or at the thaw: its copy is of no use then.
  */
 #include "tfs_internal.h"
 
-static tmb_u64 own_freeze(struct tfs *fs)
+#define INODES_PER_RENEWAL 0x10000
+
+/* The owner and the epoch; between them is the tag, which counts renewals from RENEWED on. A member of an earlier release renews nothing, and stores 1. */
+#define OWNER 0xffffffff000000ffULL
+#define TAG 0xffffff
+#define RENEWED 2
+
+static tmb_u64 own_freeze(struct tfs *fs, tmb_u32 tag)
 {
-	return tmb_lock_word(fs->member, fs->epoch, 1);
+	return tmb_lock_word(fs->member, fs->epoch, tag);
+}
+
+/* Replaces the word by 'next' while it is this member's. -ESTALE: it is not. */
+static int exchange_own(struct tfs *fs, tmb_u64 (*next)(struct tfs *fs, tmb_u64 now))
+{
+	tmb_u64 *word = &tfs_sb(fs)->freeze, now;
+
+	do {
+		now = tmb_load(word);
+		if (((now ^ own_freeze(fs, 0)) & OWNER) != 0)
+			return -ESTALE;
+	} while (!tmb_cas64(word, now, next(fs, now)));
+	return 0;
+}
+
+static tmb_u64 renewed(struct tfs *fs, tmb_u64 now)
+{
+	tmb_u32 tag = ((tmb_u32)(now >> 8) + 1) & TAG;
+
+	return own_freeze(fs, tag < RENEWED ? RENEWED : tag);
+}
+
+static tmb_u64 none(struct tfs *fs, tmb_u64 now)
+{
+	(void)fs, (void)now;
+	return 0;
 }
 
 bool tfs_frozen(struct tfs *fs)
@@ -28,14 +64,20 @@ bool tfs_frozen(struct tfs *fs)
 
 int tfs_wait_thaw(struct tfs *fs)
 {
+	tmb_u64 *word = &tfs_sb(fs)->freeze, now;
 	struct tfs_wait w;
 	int err = 0;
 
 	if (!tfs_frozen(fs))
 		return 0;
 	tfs_wait_start(&w, TFS_SURE);
-	while (!err && tfs_frozen(fs))
-		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
+	while (!err && tfs_frozen(fs)) {
+		now = tmb_load(word);
+		if ((now >> 8 & TAG) >= RENEWED && now == w.seen && tfs_os_clock() - w.changed > TFS_FREEZE_IDLE_NS)
+			tmb_cas64(word, now, 0);
+		else
+			err = tfs_wait_more(fs, &w, now, now ? tmb_lock_owner(now) : TFS_MEMBERS, NULL, 0);
+	}
 	return err;
 }
 
@@ -62,9 +104,11 @@ static int settle(struct tfs *fs)
 	tmb_u64 inodes, since = tfs_os_clock();
 	int err = tfs_recover_all(fs);
 
-	for (tmb_u32 m = 0; m < TFS_MEMBERS && !err; m++)
-		if (m != fs->member)
-			err = end_of_transactions(fs, m, since);
+	for (tmb_u32 m = 0; m < TFS_MEMBERS && !err; m++) {
+		err = m == fs->member ? 0 : end_of_transactions(fs, m, since);
+		if (!err)
+			err = tfs_renew_freeze(fs);
+	}
 	inodes = tfs_table_inodes(fs);
 	for (tmb_u64 ino = TFS_ROOT_INO; ino < inodes && !err; ino++) {
 		struct tfs_inode *inode = tfs_inode(fs, ino);
@@ -73,13 +117,15 @@ static int settle(struct tfs *fs)
 		if (!inode)
 			break; /* itable_inodes is larger than the table */
 		err = tfs_long_loop(fs, ino);
+		if (!err && ino % INODES_PER_RENEWAL == 0)
+			err = tfs_renew_freeze(fs);
 		if (!err && tfs_lock_held(&inode->lock, &owner)) {
 			err = tfs_lock(fs, &inode->lock, TFS_KILLABLE);
 			if (!err)
 				tfs_unlock(fs, &inode->lock);
 		}
-		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member) && tfs_wait_mappers(fs, inode))
-			err = -EBUSY;
+		if (!err && tmb_load(&inode->mappers) & ~(1ULL << fs->member))
+			err = tfs_wait_mappers(fs, inode) ? -EBUSY : tfs_renew_freeze(fs);
 	}
 	return err;
 }
@@ -91,7 +137,7 @@ int tfs_freeze(struct tfs *fs)
 
 	if (fs->read_only)
 		return -EROFS;
-	if (tfs_frozen(fs) || !tmb_cas64(word, 0, own_freeze(fs)))
+	if (tfs_frozen(fs) || !tmb_cas64(word, 0, own_freeze(fs, RENEWED)))
 		return -EBUSY;
 	err = settle(fs);
 	if (err)
@@ -99,7 +145,12 @@ int tfs_freeze(struct tfs *fs)
 	return err;
 }
 
-void tfs_thaw(struct tfs *fs)
+int tfs_renew_freeze(struct tfs *fs)
 {
-	tmb_cas64(&tfs_sb(fs)->freeze, own_freeze(fs), 0);
+	return exchange_own(fs, renewed);
+}
+
+int tfs_thaw(struct tfs *fs)
+{
+	return exchange_own(fs, none);
 }

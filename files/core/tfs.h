@@ -121,9 +121,11 @@ int tfs_recover_all(struct tfs *fs);
 int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, struct tfs_handle root);
 
 /* For snapshots: stops all changes by other members until the thaw or this member's death. Meanwhile no hole is filled and nothing is mapped.
- * -EBUSY: another member has frozen it, or one does not revoke a mapping. */
+ * -EBUSY: another member has frozen it, or one does not revoke a mapping. -ESTALE, of all three: others have ended the freeze, since it was not renewed
+ * for a minute. */
 int tfs_freeze(struct tfs *fs);
-void tfs_thaw(struct tfs *fs);
+int tfs_renew_freeze(struct tfs *fs);
+int tfs_thaw(struct tfs *fs);
 /* Returns whether another living member has frozen the file system. */
 bool tfs_frozen(struct tfs *fs);
 

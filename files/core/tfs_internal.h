@@ -29,6 +29,8 @@
 
 /* A freeze gives up after it has waited so long for other members' operations. */
 #define TFS_FREEZE_LIMIT_NS (30ULL * 1000 * 1000 * 1000)
+/* Others end a freeze that was not renewed for so long. More than the former, and than the longest time for which a snapshot can't write its image. */
+#define TFS_FREEZE_IDLE_NS (60ULL * 1000 * 1000 * 1000)
 /* A thread that has a transaction's slot waits so long for an owner. Else as many threads as there are slots, waiting for a suspended member, would hold
  * up all others. */
 #define TFS_BRIEF_NS (50ULL * 1000 * 1000)

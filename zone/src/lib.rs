@@ -55,7 +55,7 @@ pub use error::Error;
 pub use header::{Area, AreaConfig, AreaType};
 pub use liveness::Liveness;
 pub use member::{Member, MemberId, MemberState, Pending, Rights, Role};
-pub use zone::{GrantsHeld, KeptOut, Membership, Zone, ZoneConfig};
+pub use zone::{GrantsHeld, KeptOut, Membership, Unburied, Zone, ZoneConfig};
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -27,6 +27,7 @@ mod ownerless;
 mod whole;
 
 use ledger::{Ledger, Tenant};
+pub use ownerless::Unburied;
 
 /// A name as slots have it.
 type Name = [u8; format::TMB_NAME_LEN as usize];

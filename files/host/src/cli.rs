@@ -261,6 +261,7 @@ fn mkfs(
     if !target.is_zone() && !force && size.is_none() && !starts_empty(&area) {
         bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
     }
+    target.fill_holes()?;
     crate::snapshot::make(&area, options, || target.retire("mkfs", force))
         .and_then(|()| area.sync().context("syncing"))
         .with_context(|| zone.display().to_string())?;

@@ -424,16 +424,22 @@ impl Filesystem {
     }
 
     /// Stops all changes by other members until [`Filesystem::thaw`] or this member's death. EBUSY: another member has frozen it, or does not revoke
-    /// a mapping.
+    /// a mapping. STALE, also of the next two: the others have ended the freeze, since it was not renewed for a minute.
     pub fn freeze(&self) -> Result<()> {
         // SAFETY: an open handle.
         check(unsafe { sys::tfs_freeze(self.writable()?) })
     }
 
-    /// Lets other members go on.
-    pub fn thaw(&self) {
+    /// Tells the other members that this one still needs the freeze.
+    pub fn renew_freeze(&self) -> Result<()> {
         // SAFETY: an open handle.
-        unsafe { sys::tfs_thaw(self.raw()) }
+        check(unsafe { sys::tfs_renew_freeze(self.raw()) })
+    }
+
+    /// Lets other members go on. On success none of them has changed anything since the freeze.
+    pub fn thaw(&self) -> Result<()> {
+        // SAFETY: an open handle.
+        check(unsafe { sys::tfs_thaw(self.raw()) })
     }
 
     /// Returns the number of deferred blocks, and the members that may still look at them.

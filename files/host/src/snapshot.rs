@@ -26,6 +26,7 @@ const FUSE: rustix::fs::FsWord = 0x6573_5546;
 const PIECE: usize = 256;
 /// The members' changes wait so long for a piece of the copy at most.
 const STANDSTILL: Duration = Duration::from_secs(30);
+const SUSPENDED: &str = "this process was suspended, and the members of the zone went on after they had waited for it for a minute; take the snapshot again, and let it run";
 
 /// The result of a snapshot.
 #[derive(Clone, Copy, Debug)]
@@ -46,9 +47,20 @@ impl<'a> Frozen<'a> {
     }
 }
 
+impl Frozen<'_> {
+    /// Thaws.
+    ///
+    /// # Errors
+    /// Others have ended the freeze: what was copied meanwhile is no state of the file system.
+    fn end(self) -> anyhow::Result<()> {
+        self.0.thaw().map_err(|_| anyhow::anyhow!(SUSPENDED))
+    }
+}
+
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
-        self.0.thaw();
+        // Where it is not frozen any more there is nothing to thaw.
+        let _ = self.0.thaw();
     }
 }
 
@@ -99,7 +111,8 @@ fn thaw_at_standstill(fs: &Filesystem, pieces: &Receiver<()>, longest: Duration)
             Ok(()) => {}
             Err(RecvTimeoutError::Disconnected) => return false,
             Err(RecvTimeoutError::Timeout) => {
-                fs.thaw();
+                // If others have ended the freeze, they go on already.
+                let _ = fs.thaw();
                 return true;
             }
         }
@@ -117,7 +130,10 @@ fn copy_frozen(fs: &Filesystem, to: &File, longest: Duration, progress: Progress
             progress("copying", done, of);
             // The watch has ended the freeze, or will not: its result tells.
             let _ = tell.send(());
-            if watch.is_finished() { bail!("given up") } else { Ok(()) }
+            if watch.is_finished() {
+                bail!("given up");
+            }
+            fs.renew_freeze().map_err(|_| anyhow::anyhow!(SUSPENDED))
         });
         drop(tell);
         if watch.join().unwrap_or(true) {
@@ -153,10 +169,11 @@ pub fn take_within(
         rustix::io::Errno::BUSY => anyhow::anyhow!(
             "another snapshot is being taken, or a member stands still in the middle of a change or keeps a file's pages pinned; try again when that has ended"
         ),
+        rustix::io::Errno::STALE => anyhow::anyhow!(SUSPENDED),
         e => anyhow::Error::new(e).context("freezing the file system"),
     })?;
     let copied = copy_frozen(fs, to, longest, progress)?;
-    drop(frozen);
+    frozen.end()?;
     let taken = Taken { blocks: copied, frozen: start.elapsed() };
 
     // Should the host fail, no image has its magic and not its contents.

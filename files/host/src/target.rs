@@ -5,8 +5,8 @@
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -15,7 +15,9 @@ use rustix::fs::{FallocateFlags, FlockOperation, SealFlags};
 use rustix::io::Errno;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
-use tombolo_zone::{AreaType, KeptOut, Liveness, MemberId, MemberState, Membership, Rights, Role, Zone};
+use tombolo_zone::{
+    AreaType, KeptOut, Liveness, MemberId, MemberState, Membership, Rights, Role, Unburied, Zone,
+};
 use uuid::Uuid;
 
 use crate::area::{Area, Incarnation, Map, open_backing};
@@ -177,6 +179,7 @@ pub struct Joined {
     ringing: Ringing,
     rung: Arc<OwnedFd>,
     inside: bool,
+    unburied: Mutex<Unburied>,
 }
 
 impl Joined {
@@ -227,12 +230,14 @@ impl Joined {
     }
 
     /// Called now and then by a member that can't be rung, since no process serves the zone: declares members dead whose processes have ended, unless
-    /// another process does that.
+    /// another process does that in time.
     pub fn reap(&self) -> tombolo_zone::Result<()> {
         if self.inside || self.is_served() {
             return Ok(());
         }
-        self.zone.reap_without_owner().map(drop)
+        self.zone.reap_without_owner()?;
+        let mut unburied = self.unburied.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        self.zone.reap_for_owner(&mut unburied).map(drop)
     }
 
     /// Returns the descriptor that keeps this membership alive.
@@ -517,8 +522,14 @@ impl Target {
             let _full = rustix::io::write(&ring, &1u64.to_ne_bytes());
         })?;
         let ringing = bell.map_or(Ringing::Nothing, |bell| Ringing::Bell(Arc::new(bell)));
-        let joined =
-            Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
+        let joined = Joined {
+            zone: Arc::clone(zone),
+            membership: Some(membership),
+            ringing,
+            rung,
+            inside: false,
+            unburied: Mutex::default(),
+        };
         Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 
@@ -552,8 +563,14 @@ impl Target {
         let membership = zone.occupy(id)?;
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let ringing = registers.map_or(Ringing::Nothing, |r| Ringing::Registers(Arc::new(r)));
-        let joined =
-            Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: true };
+        let joined = Joined {
+            zone: Arc::clone(zone),
+            membership: Some(membership),
+            ringing,
+            rung,
+            inside: true,
+            unburied: Mutex::default(),
+        };
         Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 }

@@ -671,7 +671,7 @@ fn while_frozen_others_stand_still_and_the_freezers_end_thaws() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         a.pwrite(ino, b"mine", 0, false).expect("who froze may write");
-        a.thaw();
+        a.thaw().expect("frozen all the time");
         assert_eq!(writer.join().expect("the writer"), Ok(4));
         maker.join().expect("the maker").expect("create");
     });
@@ -798,7 +798,7 @@ fn members_go_on_though_nothing_can_be_written_of_an_image() {
     let image = tempfile::tempfile().expect("a file");
     let said = snapshot::take(&b, &image, &mut |_, _, _| {}).expect_err("frozen").to_string();
     assert!(said.contains("another snapshot is being taken"), "{said}");
-    a.thaw();
+    a.thaw().expect("frozen all the time");
 }
 
 #[test]

@@ -679,6 +679,22 @@ fn mounts_outlive_each_other_also_after_the_death_of_who_served_their_doorbells(
 }
 
 #[test]
+fn a_dead_mounts_locks_become_free_though_the_owner_of_the_zone_is_suspended() {
+    // This process is the owner, and declares nobody dead.
+    let mut rig = Rig::new();
+    let (wanted, held) = both(&rig, "f");
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let pid = rig.pids.pop().expect("two mounts");
+    // SAFETY: a process started by this test.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    let try_lock = || rustix::fs::flock(&wanted, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+    wait_until(|| try_lock().is_ok());
+    try_lock().expect("the lock");
+    drop((held, wanted));
+    unmount(&rig.at("b"));
+}
+
+#[test]
 fn a_killed_mount_takes_nothing_along_and_its_files_stay() {
     let mut rig = Rig::new();
     fs::write(rig.at("b/kept"), "written before the death").expect("write");
@@ -1644,6 +1660,7 @@ fn a_file_system_in_a_file_takes_its_room_when_it_is_made_or_mounted_or_is_refus
     refused(&["mount", &sparse, at.to_str().expect("a path")], "has holes");
     refused(&["restore", "--force", &image, &sparse], "has holes");
     refused(&["fsck", "-y", &sparse], "has holes");
+    refused(&["mkfs", "--force", &sparse], "has holes");
     must(&["fsck", "-n", &sparse]);
     fs::remove_file(&sparse).expect("unlink");
     must(&["mkfs", "--size", "32M", &sparse]);

@@ -26,6 +26,13 @@ use crate::{Error, Result};
 /// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example.
 const OTHERS: Duration = Duration::from_secs(2);
 
+/// A process that has died and that its zone's owner has not declared dead for so long: the owner is suspended.
+const OVERDUE: Duration = Duration::from_secs(3);
+
+/// Processes of the host that have died, by slot and epoch, each with the time since when this is known; for [`Zone::reap_for_owner`].
+#[derive(Debug, Default)]
+pub struct Unburied(Vec<(MemberId, u32, Instant)>);
+
 /// VMs that are alive only because nothing says that they have ended.
 struct Doubted {
     vms: Vec<MemberId>,
@@ -191,6 +198,38 @@ impl Zone {
             // A member that has become the owner holds no VM, and knows of none what it is.
             let is_known = member.role == Some(Role::Host) || !self.is_owner();
             if !member.alive && ended && is_known && self.bury(member.id)? {
+                dead.push(member.id);
+            }
+        }
+        Ok(dead)
+    }
+
+    /// Called now and then by a member where another process owns the zone: declares processes of the host dead that the owner leaves, since it is suspended.
+    /// Where it runs it is sooner.
+    pub fn reap_for_owner(&self, unburied: &mut Unburied) -> Result<Vec<MemberId>> {
+        let now = Instant::now();
+        let is_unburied = |member: &Member| {
+            let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
+            !member.alive && ended && member.role == Some(Role::Host)
+        };
+        let still: Vec<Member> = self.slots_held()?.into_iter().filter(is_unburied).collect();
+        unburied.0.retain(|(id, epoch, _)| still.iter().any(|m| (m.id, m.epoch) == (*id, *epoch)));
+        for member in &still {
+            if !unburied.0.iter().any(|(id, ..)| *id == member.id) {
+                unburied.0.push((member.id, member.epoch, now));
+            }
+        }
+        if !unburied.0.iter().any(|(.., since)| now - *since > OVERDUE) {
+            return Ok(Vec::new());
+        }
+        // Who holds it may be suspended, too: the next call tries again.
+        let Some(_table) = Own::try_hold(self.file.as_fd(), TABLE_BYTE)? else { return Ok(Vec::new()) };
+        let mut dead = Vec::new();
+        for member in self.slots_held()?.into_iter().filter(is_unburied) {
+            let is_overdue = |(id, epoch, since): &&(MemberId, u32, Instant)| {
+                (*id, *epoch) == (member.id, member.epoch) && now - *since > OVERDUE
+            };
+            if unburied.0.iter().find(is_overdue).is_some() && self.bury(member.id)? {
                 dead.push(member.id);
             }
         }

@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::fuse::session;
 use crate::mirror::{self, Done, Rights, Tree};
 
 /// ZONE[:PATH].
@@ -92,7 +93,7 @@ pub fn export(args: &ExportArgs, json: bool) -> anyhow::Result<()> {
     std::fs::create_dir_all(&args.to).with_context(|| format!("making {}", args.to.display()))?;
     let to = Tree::open(&args.to)?;
     let rights = Rights { suid: args.suid, devices: args.dev };
-    let done = copy(&from, &to, rights, args.more.delete, json);
+    let done = copy(&from, &to, rights, args.more.delete, json).and_then(|done| to.sync().map(|()| done));
     drop((from, to));
     finish(mounted, done, json)
 }
@@ -199,12 +200,17 @@ impl Mounted {
     }
 }
 
-/// Removes the directory of a mount and its mount point.
+/// Removes the directory of a mount and its mount point, and what is left of a mount whose process was killed.
 fn remove(folder: &Path) -> anyhow::Result<()> {
-    for made in [&folder.join("zone"), folder] {
-        std::fs::remove_dir(made).with_context(|| format!("removing {}", made.display()))?;
-    }
-    Ok(())
+    let point = folder.join("zone");
+    let removed = match std::fs::remove_dir(&point) {
+        Err(e) if e.kind() == std::io::ErrorKind::ResourceBusy => {
+            session::unmount(&point).and_then(|_| std::fs::remove_dir(&point))
+        }
+        done => done,
+    };
+    removed.with_context(|| format!("removing {}", point.display()))?;
+    std::fs::remove_dir(folder).with_context(|| format!("removing {}", folder.display()))
 }
 
 impl Drop for Mounted {

@@ -195,32 +195,37 @@ impl Mounted {
         Arc::new(Threads { device: Arc::clone(&self.device), server, over, keep, idle, more })
     }
 
-    /// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused.
+    /// [`unmount`], of this one.
     pub fn unmount(&self) -> io::Result<bool> {
-        let path = CString::new(self.target.as_os_str().as_bytes())?;
-        if rustix::process::geteuid().is_root() {
-            for flags in [0, libc::MNT_DETACH] {
-                // SAFETY: a terminated string.
-                if unsafe { libc::umount2(path.as_ptr(), flags) } == 0 {
-                    return Ok(flags == 0);
-                }
-                let error = io::Error::last_os_error();
-                match error.raw_os_error() {
-                    // Not mounted any more: another process has unmounted it.
-                    Some(libc::EINVAL) => return Ok(true),
-                    Some(libc::EBUSY) => {}
-                    _ => return Err(error),
-                }
-            }
-            return Err(io::Error::from_raw_os_error(libc::EBUSY));
-        }
-        for args in [&["-u"][..], &["-uz"]] {
-            if Command::new("fusermount3").args(args).arg("--").arg(&self.target).output()?.status.success() {
-                return Ok(args[0] == "-u");
-            }
-        }
-        Err(io::Error::other(format!("fusermount3 could not unmount {}", self.target.display())))
+        unmount(&self.target)
     }
+}
+
+/// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused.
+pub fn unmount(target: &Path) -> io::Result<bool> {
+    let path = CString::new(target.as_os_str().as_bytes())?;
+    if rustix::process::geteuid().is_root() {
+        for flags in [0, libc::MNT_DETACH] {
+            // SAFETY: a terminated string.
+            if unsafe { libc::umount2(path.as_ptr(), flags) } == 0 {
+                return Ok(flags == 0);
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                // Not mounted any more: another process has unmounted it.
+                Some(libc::EINVAL) => return Ok(true),
+                Some(libc::EBUSY) => {}
+                _ => return Err(error),
+            }
+        }
+        return Err(io::Error::from_raw_os_error(libc::EBUSY));
+    }
+    for args in [&["-u"][..], &["-uz"]] {
+        if Command::new("fusermount3").args(args).arg("--").arg(target).output()?.status.success() {
+            return Ok(args[0] == "-u");
+        }
+    }
+    Err(io::Error::other(format!("fusermount3 could not unmount {}", target.display())))
 }
 
 /// Another descriptor of the same mount, with a queue of its own.

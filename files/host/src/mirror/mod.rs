@@ -3,7 +3,7 @@
 //!
 //! It keeps contents (holes stay holes), modes, owners, times, extended attributes (ACLs among them), symbolic links, hard links within the
 //! tree, and special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed when
-//! it has its owner and mode. No other user can read of a copy what is not readable in the source, also while it is made or when it ends in the middle.
+//! it has its owner and mode (`unfinished`), also when several runs copy into one directory. No other user can read of a copy what is not readable in the source, also while it is made or when it ends in the middle.
 //!
 //! Both trees may change meanwhile, and either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
 
@@ -22,11 +22,10 @@ use rustix::io::Errno;
 use crate::shown::shown_path;
 
 mod tree;
+mod unfinished;
 
 pub use tree::Tree;
 
-/// The name under which a file is written until it is whole.
-const UNFINISHED: &str = ".tombolo-unfinished";
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
@@ -77,11 +76,11 @@ pub fn mirror(
     delete: bool,
     progress: &mut dyn FnMut(&Done),
 ) -> anyhow::Result<Done> {
-    let mut copy = Copy { from, to, rights, links: BTreeMap::new(), done: Done::default() };
+    let mut copy = Copy { from, to, rights, links: BTreeMap::new(), swept: None, done: Done::default() };
     let mut folders = Vec::new();
     for inside in from.walk(false) {
         let inside = inside?;
-        if inside.file_name().is_some_and(|name| name == UNFINISHED) {
+        if inside.file_name().is_some_and(unfinished::is_unfinished) {
             continue;
         }
         let meta = copy.entry(&inside).with_context(|| shown_path(&to.name().join(&inside)).to_string())?;
@@ -106,6 +105,8 @@ struct Copy<'a> {
     rights: Rights,
     /// Files with several names, by device and inode: the name that was copied.
     links: BTreeMap<(u64, u64), PathBuf>,
+    /// The directory, from the root, in which this run has removed last what dead runs left; `None`: in none yet.
+    swept: Option<PathBuf>,
     done: Done,
 }
 
@@ -151,12 +152,12 @@ impl Copy<'_> {
         if let Some(there) = there.filter(|t| is_same(meta, t, source, target)) {
             if there.nlink() > 1 && meta.nlink() == 1 {
                 // Its other name may belong to a different file of the source.
-                return self.replace(source, target, meta, Some(there));
+                return self.replace(inside, source, target, meta, Some(there));
             }
             self.done.same += 1;
             return self.attributes(source, target, meta);
         }
-        self.replace(source, target, meta, there)
+        self.replace(inside, source, target, meta, there)
     }
 
     /// Makes a further name of a copied file.
@@ -174,6 +175,7 @@ impl Copy<'_> {
 
     fn replace(
         &mut self,
+        inside: &Path,
         source: &Path,
         target: &Path,
         meta: &Metadata,
@@ -182,12 +184,16 @@ impl Copy<'_> {
         if there.is_some_and(Metadata::is_dir) {
             clear(target, there)?;
         }
-        let new = target.with_file_name(UNFINISHED);
-        clear(&new, present(&new)?.as_ref())?;
+        self.sweep(inside, target)?;
         let kind = meta.file_type();
         if kind.is_file() {
-            self.done.bytes += contents(source, meta, &new)?;
-        } else if kind.is_symlink() {
+            // Open until it has its place: another run takes it for a dead one's otherwise.
+            let (new, file) = unfinished::create(target)?;
+            self.done.bytes += contents(source, meta, &file)?;
+            return self.finish(source, &new, target, meta);
+        }
+        let new = unfinished::beside(target);
+        if kind.is_symlink() {
             std::os::unix::fs::symlink(fs::read_link(source)?, &new)?;
         } else {
             let what = if kind.is_fifo() {
@@ -201,9 +207,24 @@ impl Copy<'_> {
             };
             rustix::fs::mknodat(CWD, &new, what, Mode::from_raw_mode(meta.mode() & 0o700), meta.rdev())?;
         }
-        self.attributes(source, &new, meta)?;
-        fs::rename(&new, target)?;
+        self.finish(source, &new, target, meta)
+    }
+
+    /// Gives a new entry its attributes and its place.
+    fn finish(&mut self, source: &Path, new: &Path, target: &Path, meta: &Metadata) -> anyhow::Result<()> {
+        self.attributes(source, new, meta)?;
+        fs::rename(new, target)?;
         self.done.copied += 1;
+        Ok(())
+    }
+
+    /// Removes what dead runs left in the directory of `inside`, whose place is `target`, once for its entries in a row.
+    fn sweep(&mut self, inside: &Path, target: &Path) -> anyhow::Result<()> {
+        let (Some(folder), Some(there)) = (inside.parent(), target.parent()) else { return Ok(()) };
+        if self.swept.as_deref() != Some(folder) {
+            unfinished::sweep(there)?;
+            self.swept = Some(folder.to_owned());
+        }
         Ok(())
     }
 
@@ -211,12 +232,17 @@ impl Copy<'_> {
     fn remove_others(&mut self) -> anyhow::Result<()> {
         for inside in self.to.walk(true) {
             let inside = inside?;
-            if inside.as_os_str().is_empty() || self.has_source(&inside)? {
+            let unfinished = inside.file_name().is_some_and(unfinished::is_unfinished);
+            if inside.as_os_str().is_empty() || (!unfinished && self.has_source(&inside)?) {
                 continue;
             }
             let remove = || {
                 let place = self.to.place(&inside)?;
-                if fs::symlink_metadata(&place.path)?.is_dir() {
+                let meta = fs::symlink_metadata(&place.path)?;
+                if unfinished && meta.is_file() {
+                    // A living run's is not this one's to remove.
+                    unfinished::remove_if_dead(&place.path).map(drop)
+                } else if meta.is_dir() {
                     fs::remove_dir(&place.path)
                 } else {
                     fs::remove_file(&place.path)
@@ -315,7 +341,7 @@ fn is_same(meta: &Metadata, there: &Metadata, source: &Path, target: &Path) -> b
 }
 
 /// Copies a file's data; holes stay holes. Returns the bytes written.
-fn contents(source: &Path, meta: &Metadata, new: &Path) -> anyhow::Result<u64> {
+fn contents(source: &Path, meta: &Metadata, to: &File) -> anyhow::Result<u64> {
     // A pipe in its place would not be waited for.
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let from = File::options().read(true).custom_flags(flags.bits().try_into()?).open(source)?;
@@ -323,28 +349,32 @@ fn contents(source: &Path, meta: &Metadata, new: &Path) -> anyhow::Result<u64> {
     if (opened.dev(), opened.ino(), opened.is_file()) != (meta.dev(), meta.ino(), true) {
         bail!("another file came in its place while it was copied");
     }
-    // No other user reads what is in it before it has its own mode.
-    let to = File::options().write(true).create_new(true).mode(0o600).open(new)?;
-    let size = opened.len();
-    to.set_len(size)?;
+    let mut size = opened.len();
     let mut buffer = vec![0; PIECE];
     let (mut at, mut written) = (0, 0);
-    while let Some((start, end)) = next_data(&from, at, size)? {
+    'data: while let Some((start, end)) = next_data(&from, at, size)? {
         at = start;
         while at < end {
             let piece = usize::try_from(end - at).map_or(PIECE, |n| n.min(PIECE));
             let n = rustix::io::pread(&from, &mut buffer[..piece], at)?;
             if n == 0 {
                 // The source was truncated meanwhile.
-                to.set_len(at)?;
-                return Ok(written);
+                size = at;
+                break 'data;
             }
             let mut put = 0;
             while put < n {
-                put += rustix::io::pwrite(&to, &buffer[put..n], at + put as u64)?;
+                put += rustix::io::pwrite(to, &buffer[put..n], at + put as u64)?;
             }
             (at, written) = (at + n as u64, written + n as u64);
         }
+    }
+    // The size comes after the data, also on the disk: should the host fail, the next run tells by the size that data is missing.
+    if to.metadata()?.len() < size {
+        if written > 0 {
+            to.sync_data()?;
+        }
+        to.set_len(size)?;
     }
     Ok(written)
 }
@@ -518,17 +548,86 @@ mod tests {
         })
         .unwrap();
         assert_eq!(seen, 2, "the folder, and the file in it");
-        let unfinished = to.path().join(UNFINISHED);
-        contents(&secret, &fs::metadata(&secret).unwrap(), &unfinished).unwrap();
-        assert_eq!(open(&unfinished), 0);
+        let (new, file) = unfinished::create(&to.path().join("secret")).unwrap();
+        contents(&secret, &fs::metadata(&secret).unwrap(), &file).unwrap();
+        assert_eq!(open(&new), 0);
     }
 
     #[test]
     fn what_an_interrupted_run_left_is_no_part_of_the_tree() {
         let (from, to) = (tree(), tempfile::tempdir().unwrap());
-        fs::write(to.path().join(UNFINISHED), "half").unwrap();
+        // In earlier releases it had no number.
+        let left = [unfinished::beside(&to.path().join("x")), to.path().join(".tombolo-unfinished")];
+        for delete in [false, true] {
+            left.iter().for_each(|left| fs::write(left, "half").unwrap());
+            fs::write(from.path().join("folder/file"), format!("changed {delete}")).unwrap();
+            fs::write(from.path().join("in the same folder"), format!("changed {delete}")).unwrap();
+            run(from.path(), to.path(), delete);
+            assert_eq!(picture(from.path()), picture(to.path()));
+        }
+    }
+
+    #[test]
+    fn of_runs_into_one_directory_at_once_each_gives_its_names_its_own_contents() {
+        let to = tempfile::tempdir().unwrap();
+        let sources = [b'a', b'b', b'c'].map(|letter| {
+            let from = tempfile::tempdir().unwrap();
+            for i in 0..8 {
+                let name = format!("{}{i}", char::from(letter));
+                fs::write(from.path().join(name), vec![letter; 1 << 20]).unwrap();
+            }
+            from
+        });
+        std::thread::scope(|scope| {
+            for from in &sources {
+                scope.spawn(|| {
+                    for _ in 0..10 {
+                        for entry in fs::read_dir(from.path()).unwrap() {
+                            // A new time: it is copied again.
+                            File::options()
+                                .write(true)
+                                .open(entry.unwrap().path())
+                                .unwrap()
+                                .set_modified(std::time::SystemTime::now())
+                                .unwrap();
+                        }
+                        let done = run(from.path(), to.path(), false);
+                        assert_eq!(done.bytes, 8 << 20);
+                    }
+                });
+            }
+        });
+        let names: Vec<_> = fs::read_dir(to.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(names.len(), 24, "{names:?}");
+        for name in names {
+            let held = fs::read(to.path().join(&name)).unwrap();
+            assert!(
+                held.len() == 1 << 20 && held.iter().all(|b| *b == name.as_encoded_bytes()[0]),
+                "{name:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_a_living_run_has_not_finished_stays_also_with_delete() {
+        let (from, to) = (tree(), tempfile::tempdir().unwrap());
+        let (living, file) = unfinished::create(&to.path().join("its")).unwrap();
+        run(from.path(), to.path(), true);
+        assert!(living.exists());
+        drop(file);
         run(from.path(), to.path(), true);
         assert_eq!(picture(from.path()), picture(to.path()));
+    }
+
+    #[test]
+    fn a_copy_has_its_size_only_with_its_data() {
+        let from = tree();
+        let file = from.path().join("folder/file");
+        let sealed = rustix::fs::memfd_create("to", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::fcntl_add_seals(&sealed, rustix::fs::SealFlags::WRITE).unwrap();
+        let to = File::from(sealed);
+        contents(&file, &fs::metadata(&file).unwrap(), &to).unwrap_err();
+        assert_eq!(to.metadata().unwrap().len(), 0);
     }
 
     #[test]

@@ -83,6 +83,24 @@ impl Tree {
         Ok(Tree { root, name })
     }
 
+    /// Writes everything on the tree's file system to its disk.
+    ///
+    /// # Errors
+    /// Names the path.
+    pub fn sync(&self) -> anyhow::Result<()> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        let synced = match rustix::fs::openat(&self.root, ".", flags, Mode::empty()) {
+            Ok(root) => rustix::fs::syncfs(root),
+            // The user may write to it, and not read it.
+            Err(Errno::ACCESS) => {
+                rustix::fs::sync();
+                Ok(())
+            }
+            Err(e) => Err(e),
+        };
+        synced.with_context(|| format!("syncing {}", self.name.display()))
+    }
+
     /// The root's path in messages.
     pub(super) fn name(&self) -> &Path {
         &self.name

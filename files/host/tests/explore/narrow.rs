@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Threads that meet within a few accesses, and states that several deaths leave.
 
+use core::cell::Cell;
 use core::mem::offset_of;
 
 use rustix::io::Errno;
@@ -436,9 +437,48 @@ fn a_member_that_comes_back_after_it_died_frozen_freezes_again() {
     zone.declare_dead(4);
     let fs = zone.open(4, false).expect("open");
     fs.freeze().expect("its former life's freeze has ended");
-    fs.thaw();
+    fs.thaw().expect("frozen");
     fs.abandon();
     zone.assert_clean(&[4]);
+}
+
+#[test]
+fn a_freeze_of_a_suspended_member_ends_and_that_member_learns_of_it() {
+    const MINUTE: u64 = 60 * SECOND;
+    let zone = Zone::new(|_| {});
+    let [freezer, writer, other] = [4, 7, 8].map(|m| zone.open(m, false).expect("open"));
+    let files = [file(&writer, "one", b"x"), file(&other, "two", b"x")];
+    let waited = [Cell::new(0), Cell::new(0)];
+    let change = |fs: &Filesystem, i: usize| {
+        let start = schedule::clock();
+        fs.pwrite(files[i], b"y", 0, false).expect("write");
+        waited[i].set(schedule::clock() - start);
+    };
+    freezer.freeze().expect("freeze");
+    let bodies: Vec<Box<dyn FnOnce() + '_>> =
+        vec![Box::new(|| change(&writer, 0)), Box::new(|| change(&other, 1))];
+    zone.run(Plan::new(0, Vec::new(), Vec::new(), true), bodies).expect("both end");
+    for waited in &waited {
+        assert!((MINUTE..MINUTE * 2).contains(&waited.get()), "{}", waited.get());
+    }
+    assert_eq!((freezer.renew_freeze(), freezer.thaw()), (Err(Errno::STALE), Err(Errno::STALE)));
+
+    // Renewed, it lasts.
+    freezer.freeze().expect("freeze");
+    let bodies: Vec<Box<dyn FnOnce() + '_>> = vec![
+        Box::new(|| change(&writer, 0)),
+        Box::new(|| {
+            for _ in 0..10 {
+                (0..1000).for_each(|_| schedule::wait(10_000_000));
+                freezer.renew_freeze().expect("still frozen");
+            }
+            freezer.thaw().expect("frozen all the time");
+        }),
+    ];
+    zone.run(Plan::new(0, Vec::new(), Vec::new(), true), bodies).expect("both end");
+    assert!(waited[0].get() > MINUTE + 30 * SECOND, "{}", waited[0].get());
+    [freezer, writer, other].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 7, 8]);
 }
 
 #[test]
