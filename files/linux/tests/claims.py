@@ -811,6 +811,16 @@ def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a,
     emptied(a)
 
 
+@claim(2, dies=1)
+def a_guest_that_lives_on_after_it_was_declared_dead_lets_go_of_its_mappings(a, b):
+    a.ok("dd if=/dev/zero bs=4k count=1 2>/dev/null | tr '\\0' p > /mnt/polled")
+    b.ok("claims polls /mnt/polled /tmp/stop > /tmp/polls 2>&1 & until test -s /tmp/polls; do :; done; cat /tmp/polls")
+    declare_dead(a.rig, 1)
+    comes_to(b, "tail -n 1 /tmp/polls", "gone")
+    need(b.run("claims shown /mnt/polled p")[0], "it mapped the file again")
+    a.ok("rm /mnt/polled")
+
+
 @claim(1, dies=0)
 def a_guest_whose_zone_is_overwritten_while_it_works_neither_crashes_nor_hangs(a):
     a.ok("mkdir /mnt/storm; claims storm /mnt/storm 9 3000; dd if=/dev/zero of=/mnt/big bs=1M count=20 2>/dev/null")
