@@ -120,6 +120,13 @@ int tfs_recover_all(struct tfs *fs);
  * all accounts are taken. The caller allows one call at a time. */
 int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb_u64 blocks, tmb_u64 inodes, struct tfs_handle root);
 
+/* Returns whether this member may write and was declared dead. Others wait for its readers no longer, and its slot, with all bits and counters of the
+ * slot, may be another's. */
+static inline bool tfs_expelled(const struct tfs *fs)
+{
+	return fs->state_epoch && tmb_load(fs->state_epoch) != fs->active;
+}
+
 /* For snapshots: stops all changes by other members until the thaw or this member's death. Meanwhile no hole is filled and nothing is mapped.
  * -EBUSY: another member has frozen it, or one does not revoke a mapping. -ESTALE, of all three: others have ended the freeze, since it was not renewed
  * for a minute. */

@@ -267,11 +267,6 @@ static inline bool tfs_fenced(struct tfs *fs)
 {
 	return fs->members && tmb_load(&fs->members[fs->member].state_epoch) != tmb_state_epoch(TMB_MEMBER_ACTIVE, fs->epoch);
 }
-/* The same of a member that may write. Others wait for its readers no longer, and its slot, with all bits and counters of the slot, may be another's. */
-static inline bool tfs_expelled(struct tfs *fs)
-{
-	return fs->state_epoch && tmb_load(fs->state_epoch) != fs->active;
-}
 
 /* reuse.c: which members may still look at blocks that were unlinked from an inode; each a bit per member */
 tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members); /* those of 'members' that live */

@@ -730,14 +730,15 @@ static void look(struct work_struct *work)
 {
 	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, poll);
 	struct tmb_member *me = &s->zone.members[s->fs.member];
-	bool lingering = atomic_read(&s->lingering);
+	/* Declared dead though it lives, as when QEMU has loaded a saved state: nobody waits for its mappings, and they may show other files' blocks. */
+	bool lingering = atomic_read(&s->lingering), expelled = tfs_expelled(&s->fs);
 	LIST_HEAD(seen);
 	struct inode *inode;
 	u64 pending = 0;
 	bool again, busy = false, more = false;
 
 	/* A read-only member may be unable to, and compares its files' sequence numbers. */
-	if (!s->fs.read_only && tmb_load(&me->pending))
+	if (!s->fs.read_only && !expelled && tmb_load(&me->pending))
 		pending = tmb_fetch_and(&me->pending, ~TMB_FILES_PENDING) & TMB_FILES_PENDING;
 	if (pending & TMB_PENDING_MEMBERS)
 		queue_work(s->lock_queue, &s->recovery);
@@ -745,10 +746,10 @@ static void look(struct work_struct *work)
 		more = tmb_changes_hear(s);
 	if (pending & TMB_PENDING_REVOKE)
 		tfs_revoke(&s->fs);
-	if (pending & TMB_PENDING_REVOKE || s->fs.read_only || lingering) {
+	if (pending & TMB_PENDING_REVOKE || s->fs.read_only || lingering || expelled) {
 		while ((inode = next_mapped(s, &seen))) {
 			struct tmb_inode *ti = tmb_i(inode);
-			bool stale = tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && has_holes(ti));
+			bool stale = expelled || tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && has_holes(ti));
 
 			if (stale || READ_ONCE(ti->lingers)) {
 				filemap_invalidate_lock(inode->i_mapping);
@@ -766,7 +767,7 @@ static void look(struct work_struct *work)
 		spin_unlock(&s->mapped_lock);
 		WRITE_ONCE(s->keeping, busy);
 	}
-	if (busy) {
+	if (busy && !expelled) {
 		tmb_fetch_or(&me->pending, TMB_PENDING_REVOKE);
 	} else if (pending & TMB_PENDING_REVOKE) {
 		busy = tfs_revoked(&s->fs);

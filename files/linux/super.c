@@ -460,10 +460,15 @@ static int __init tmb_init(void)
 	err = tmb_doorbell_init();
 	if (err)
 		goto mappings;
-	err = register_filesystem(&tmb_type);
+	err = tmb_hibernate_init();
 	if (err)
 		goto doorbell;
+	err = register_filesystem(&tmb_type);
+	if (err)
+		goto hibernate;
 	return 0;
+hibernate:
+	tmb_hibernate_exit();
 doorbell:
 	tmb_doorbell_exit();
 mappings:
@@ -478,6 +483,7 @@ static void __exit tmb_exit(void)
 	unregister_filesystem(&tmb_type);
 	tmb_mappings_exit();
 	tmb_calls_exit();
+	tmb_hibernate_exit();
 	tmb_doorbell_exit();
 	rcu_barrier(); /* inodes are freed after a grace period */
 	kmem_cache_destroy(inode_cache);

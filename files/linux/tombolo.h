@@ -4,6 +4,7 @@
  *
  *	super.c	 mounting: options, super block, inode allocation, statfs
  *	calls.c	 zones for accelerator calls: which of them are joined
+ *	hibernate.c refuses a hibernation while a zone is in use
  *	zone.c	 finding a zone among the pmem devices, its checked geometry, joining and leaving as a member
  *	inode.c	 VFS inodes: identity, refreshing from the zone, attributes, openers' references
  *	dir.c	 names: lookup and its validation, create, link, rename, readdir
@@ -151,6 +152,12 @@ static inline struct tfs_handle tmb_h(const struct inode *inode)
 
 /* calls.c */
 void tmb_calls_exit(void);
+
+/* hibernate.c */
+bool tmb_zone_use(void);
+void tmb_zone_unuse(void);
+int tmb_hibernate_init(void);
+void tmb_hibernate_exit(void);
 
 /* zone.c */
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);

@@ -97,10 +97,13 @@ out:
 /* holder NULL: to look only */
 int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
 {
-	int err = tmb_bdev_open(&zone->dev, path, holder != NULL, holder);
+	int err;
 
+	if (holder && !tmb_zone_use())
+		return -EBUSY;
+	err = tmb_bdev_open(&zone->dev, path, holder != NULL, holder);
 	if (err)
-		return err;
+		goto unuse;
 	err = zone_map(zone, holder);
 	if (err)
 		goto close;
@@ -113,6 +116,9 @@ unmap:
 	zone->addr = NULL; /* a caller that undoes all it did asks by this whether to detach the zone */
 close:
 	tmb_bdev_close(&zone->dev);
+unuse:
+	if (holder)
+		tmb_zone_unuse();
 	return err;
 }
 
@@ -121,6 +127,8 @@ void tmb_zone_detach(struct tmb_zone *zone, void *holder)
 	fs_put_dax(zone->dax, holder);
 	tmb_bdev_close(&zone->dev);
 	zone->addr = NULL;
+	if (holder)
+		tmb_zone_unuse();
 }
 
 /* Finds the zone that 'source' names; *path gets its device (kfree it). Leaves nothing open. */

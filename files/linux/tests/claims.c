@@ -1003,7 +1003,7 @@ static int shows_at(char **a)
 	return 0;
 }
 
-/* polls FILE STOP: looks at a page of FILE through a mapping all the time, until STOP is there */
+/* polls FILE STOP: looks at a page of FILE through a mapping all the time, until STOP is there; SIGBUS: prints 'gone' */
 static int polls(char **a)
 {
 	int fd = open(a[0], O_RDONLY);
@@ -1013,6 +1013,10 @@ static int polls(char **a)
 	CHECK(m != MAP_FAILED && m[0] == 'p');
 	printf("polls\n");
 	fflush(stdout);
+	if (sigsetjmp(bus, 1)) {
+		printf("gone\n");
+		return 1;
+	}
 	for (unsigned long n = 0; n % 4096 || stat(a[1], &st); n++)
 		CHECK(m[0] == 'p');
 	return 0;

@@ -328,6 +328,19 @@ def a_header_that_changes_while_its_zone_is_mounted_is_refused_and_the_zone_can_
 
 
 @claim(1)
+def a_guest_hibernates_only_while_it_uses_no_zone(a):
+    # It has no swap space, so no image is written in either case; but making one begins only where nobody objects.
+    begun = "dmesg | grep -c 'Preallocating image memory' || true"
+    rc, out = a.run("echo disk > /sys/power/state")
+    need(rc and "busy" in out and "no hibernation while a zone is in use" in a.ok("dmesg | tail -5"), out)
+    need(a.ok(begun) == "0", "an image was begun: " + a.ok("dmesg | tail -5"))
+    a.ok("echo x > /mnt/x; umount /mnt")
+    rc, out = a.run("echo disk > /sys/power/state")
+    need(rc and "busy" not in out and a.ok(begun) == "1", out)
+    a.ok("mount -t tombolo test /mnt; test $(cat /mnt/x) = x; rm /mnt/x")
+
+
+@claim(1)
 def a_mount_begins_while_an_earlier_one_of_the_same_zone_ends(a):
     # The last user of a mount that has no place any more ends it; meanwhile the zone is mounted again.
     a.ok("i=0; while test $i -lt 200; do (sleep 0.0$((i % 5)) < /mnt) & umount -l /mnt || exit 1; sleep 0.0$((i % 4)); mount -t tombolo test /mnt || exit 1; "
@@ -796,6 +809,16 @@ def a_guest_that_dies_under_load_leaves_its_locks_and_all_names_to_the_others(a,
     a.ok("claims locked /mnt/l 2000")
     a.ok("rm -r /mnt/storm /mnt/l")
     emptied(a)
+
+
+@claim(2, dies=1)
+def a_guest_that_lives_on_after_it_was_declared_dead_lets_go_of_its_mappings(a, b):
+    a.ok("dd if=/dev/zero bs=4k count=1 2>/dev/null | tr '\\0' p > /mnt/polled")
+    b.ok("claims polls /mnt/polled /tmp/stop > /tmp/polls 2>&1 & until test -s /tmp/polls; do :; done; cat /tmp/polls")
+    declare_dead(a.rig, 1)
+    comes_to(b, "tail -n 1 /tmp/polls", "gone")
+    need(b.run("claims shown /mnt/polled p")[0], "it mapped the file again")
+    a.ok("rm /mnt/polled")
 
 
 @claim(1, dies=0)
