@@ -229,13 +229,14 @@ impl Joined {
         }
     }
 
-    /// Called now and then by a member that can't be rung, since no process serves the zone: declares members dead whose processes have ended, unless
-    /// another process does that in time.
+    /// Called now and then: declares members dead whose processes have ended, if the zone has no owner, or one that does not do it in time.
     pub fn reap(&self) -> tombolo_zone::Result<()> {
-        if self.inside || self.is_served() {
+        if self.inside {
             return Ok(());
         }
-        self.zone.reap_without_owner()?;
+        if !self.is_served() {
+            self.zone.reap_without_owner()?;
+        }
         let mut unburied = self.unburied.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         self.zone.reap_for_owner(&mut unburied).map(drop)
     }

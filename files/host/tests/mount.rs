@@ -681,7 +681,20 @@ fn mounts_outlive_each_other_also_after_the_death_of_who_served_their_doorbells(
 #[test]
 fn a_dead_mounts_locks_become_free_though_the_owner_of_the_zone_is_suspended() {
     // This process is the owner, and declares nobody dead.
-    let mut rig = Rig::new();
+    locks_become_free(Rig::new());
+}
+
+#[test]
+fn a_dead_mounts_locks_become_free_though_the_server_of_the_zone_is_suspended() {
+    let rig = Rig::served();
+    let server = rig.server.as_ref().expect("a server").0.id();
+    // SAFETY: a process started by this test.
+    unsafe { libc::kill(i32::try_from(server).expect("a number"), libc::SIGSTOP) };
+    locks_become_free(rig);
+}
+
+/// The lock of a mount that is killed.
+fn locks_become_free(mut rig: Rig) {
     let (wanted, held) = both(&rig, "f");
     rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
     let pid = rig.pids.pop().expect("two mounts");

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -34,8 +34,8 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// The threads of a mount that is gone end within this time.
 const ENDS: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
-/// Each so many of these it looks whether other members live, if no process serves the zone.
-const LOOKS: u32 = 10;
+/// Interval at which it looks whether other members live, in place of an owner of the zone that does not, since there is none or it is suspended.
+const REAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Why a mount ends whose member was declared dead: the host's mistake, or a store of another member.
 const EXPELLED: &str = "this member of the zone was declared dead";
@@ -312,20 +312,20 @@ fn serve(
         };
         name.spawn(recover).context("starting threads")?
     };
-    let (mut stop, mut looks) = (false, 0u32);
+    let (mut stop, mut reaped) = (false, Instant::now());
     while !stop {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN)];
         fds.extend([&ended_read, &*over].map(|ended| PollFd::new(ended, PollFlags::IN)));
         let rung = joined.and_then(Joined::rung);
         fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
-        match poll(&mut fds, joined.filter(|joined| !joined.is_served()).map(|_| &LOOK)) {
+        match poll(&mut fds, joined.map(|joined| if joined.is_served() { &REAP } else { &LOOK })) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }
         stop = fds[..3].iter().any(|fd| !fd.revents().is_empty());
         if let Some(joined) = joined {
-            looks = looks.wrapping_add(1);
-            if looks % LOOKS == 0 {
+            if reaped.elapsed().as_secs() >= REAP.tv_sec.unsigned_abs() {
+                reaped = Instant::now();
                 // The next look tries again.
                 let _ = joined.reap();
             }
