@@ -20,7 +20,7 @@ fn the_process_at_the_other_end_is_known_and_its_end_is_seen() {
         .spawn()
         .unwrap();
     let (stream, _) = listener.accept().unwrap();
-    let process = Process::of(&stream).unwrap();
+    let process = Process::of(&stream).unwrap().unwrap();
     let name = process.name().unwrap();
     assert_eq!((name.pid, Some(name.started)), (child.id(), started(child.id())));
     assert!(!process.has_ended());
@@ -29,7 +29,7 @@ fn the_process_at_the_other_end_is_known_and_its_end_is_seen() {
     assert!(process.has_ended());
     child.wait().unwrap();
     assert_eq!(started(name.pid), None);
-    assert_eq!(Process::of(&stream), None);
+    assert_eq!(Process::of(&stream).unwrap(), None);
 }
 
 #[test]
