@@ -44,17 +44,20 @@ impl PartialEq for Process {
 impl Eq for Process {}
 
 impl Process {
-    /// Returns the process at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace, before Linux 6.5), or it has
-    /// ended.
+    /// Returns the process that made the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace, before Linux 6.5), or it has
+    /// ended; another one may have the connection then.
     ///
     /// # Errors
     /// This process has no descriptor left for it, say: it may live, and its end would not be seen.
     pub fn of(stream: &UnixStream) -> io::Result<Option<Process>> {
         let number = tombolo_listen::peer::of(stream)?.process;
         let pid = number.and_then(|number| Pid::from_raw(i32::try_from(number).ok()?));
-        let opened = match pid {
-            Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from),
-            None => tombolo_listen::peer::pidfd(stream),
+        let (opened, by_number) = match (tombolo_listen::peer::pidfd(stream), pid) {
+            // Before Linux 6.5.
+            (Err(e), Some(pid)) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+                (pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from), true)
+            }
+            (opened, _) => (opened, false),
         };
         let fd = match opened {
             Ok(fd) => Arc::new(fd),
@@ -63,14 +66,16 @@ impl Process {
             }
             Err(_) => return Ok(None),
         };
-        let started = number.and_then(started);
-        // While the connection stands, the process that made it has not ended, so the pidfd is that process's.
-        let hung_up = loop {
-            if let Some(hung_up) = ready(stream.as_fd(), PollFlags::RDHUP, 0) {
-                break hung_up;
-            }
-        };
-        Ok((pid.is_none() || !hung_up).then_some(Process { number, started, fd }))
+        let process = Process { number, started: number.and_then(started), fd };
+        // While the connection stands, the process that made it has hardly ended, and its number is no other's.
+        let may_be_another = by_number
+            && loop {
+                if let Some(hung_up) = ready(stream.as_fd(), PollFlags::RDHUP, 0) {
+                    break hung_up;
+                }
+            };
+        // One that has not ended by now had this start.
+        Ok((!may_be_another && !process.has_ended()).then_some(process))
     }
 
     /// Its number and start. `None`: this process can't see one of the two.

@@ -257,7 +257,7 @@ impl Server {
                 let number = process
                     .as_ref()
                     .and_then(Process::number)
-                    .map_or_else(|| "of another namespace".to_owned(), |number| number.to_string());
+                    .map_or_else(|| "of another namespace, or ended".to_owned(), |number| number.to_string());
                 self.guests.insert(id, Guest { process, _liveness: liveness });
                 self.bells.let_in(knock)?;
                 say(format!("{name}: connected, process {number}"));
