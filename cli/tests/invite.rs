@@ -550,6 +550,73 @@ fn a_vm_of_a_pid_namespace_that_its_server_does_not_see_lives_until_its_process_
     server.wait().unwrap();
 }
 
+/// As under the mount option `hidepid`, where the VM's process is another user's.
+#[test]
+fn a_vm_whose_process_is_hidden_from_its_server_lives_until_that_ends() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    Zone::open(place.zone(), true).unwrap().invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+    let socket = place.room("a.sock").unwrap();
+    let script = "import mmap, os, socket, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.02)\n\
+                  s = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\ns.recv(8)\nf = open(sys.argv[2], 'r+b')\n\
+                  m = mmap.mmap(f.fileno(), 0)\ns.close()\nprint('in', flush=True)\nsys.stdin.read()";
+    let mut python = Command::new("python3");
+    python.args(["-c", script]).arg(&socket).arg(place.zone()).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut vm = Vm(python.spawn().unwrap());
+    let (hidden, nothing) = (format!("/proc/{}", vm.0.id()), place.dir.path().join("nothing"));
+    std::fs::create_dir(&nothing).unwrap();
+    let mut server = Command::new("unshare");
+    server.arg(if rustix::process::geteuid().is_root() { "-m" } else { "-rm" });
+    server.args(["sh", "-ec", "mount --bind \"$1\" \"$2\"; exec \"$3\" zone serve own.zone", "sh"]);
+    server.arg(&nothing).args([&hidden, env!("CARGO_BIN_EXE_tombolo")]);
+    server.current_dir(place.dir.path()).env("TOMBOLO_ZONES_RUN", place.dir.path().join("run"));
+    let mut server = server.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(vm.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "in\n");
+    let pulse = || Zone::open(place.zone(), false).unwrap().pulse().unwrap().0;
+    let mut last = 0;
+    for _ in 0..3 {
+        place.until("the server stands still", || pulse() != last);
+        last = pulse();
+    }
+    let member = place.member("a").unwrap();
+    assert!(member.alive && member.doorbell.is_none());
+    assert!(!place.run_in("other", &["files", "fsck", "-y", "own.zone"]).status.success());
+    drop(vm);
+    place.until("the VM lives", || !place.member("a").unwrap().alive);
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
+/// A cleaner of temporary folders removes it, say, or no descriptor is left for reading it.
+#[test]
+fn a_vm_whose_invitation_is_gone_or_can_not_be_read_keeps_its_doorbell_and_its_server() {
+    let place = Place::new();
+    let (a, b) = (place.invite("a", &[]), place.invite("b", &[]));
+    let vm = Vm::start(&a);
+    place.until("it has no doorbell", || place.member("a").unwrap().doorbell.is_some());
+    let [of_a, of_b] = ["a.invited", "b.invited"].map(|file| place.room(file).unwrap());
+    std::fs::remove_file(&of_b).unwrap();
+    std::fs::create_dir(&of_b).unwrap();
+    std::fs::remove_file(&of_a).unwrap();
+    let server = place.server().unwrap();
+    let pulse = || Zone::open(place.zone(), false).unwrap().pulse().unwrap().0;
+    let mut last = 0;
+    for _ in 0..3 {
+        place.until("the server stands still", || pulse() != last);
+        last = pulse();
+    }
+    assert!(a.exists() && b.exists() && place.member("a").unwrap().doorbell.is_some());
+    drop(Vm::start(&b));
+    // One that ended is not invited any more; the one that can't be read is.
+    drop(vm);
+    place.until("the VM has a slot", || place.member("a").is_none() && !a.exists());
+    assert!(b.exists() && place.server() == Some(server));
+    std::fs::remove_dir(&of_b).unwrap();
+    place.until("the server lives", || place.server().is_none());
+}
+
 #[test]
 fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let place = Place::new();

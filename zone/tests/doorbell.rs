@@ -211,6 +211,31 @@ fn a_client_that_does_not_read_holds_up_nobody_and_finds_the_others_as_they_are(
     rings.recv_timeout(LONG).unwrap();
 }
 
+/// The server finds one of them gone while it tells that one of the other, which it finds gone then.
+#[test]
+fn of_two_clients_that_are_gone_at_once_the_others_keep_none() {
+    let bench = Bench::new();
+    let [(a, _), (b, _), (c, _), (d, _)] = ["a", "b", "c", "d"].map(|name| bench.member(name));
+    let first = bench.server.connect(a).unwrap();
+    bench.joined(a, 0);
+    let stays = bench.server.connect(b).unwrap();
+    bench.joined(b, 1);
+    // So that the second one comes before the server hears of the first one's end.
+    let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
+    drop(first);
+    drop(bench.server.connect(c).unwrap());
+    let _last = bench.server.connect(d).unwrap();
+    drop(paused);
+    let mut doorbells = std::collections::BTreeMap::new();
+    while !doorbells.contains_key(&3) {
+        match wire::receive(&stays).unwrap().expect("it was disconnected") {
+            (peer, Some(doorbell)) => drop(doorbells.insert(peer, doorbell)),
+            (peer, None) => drop(doorbells.remove(&peer)),
+        }
+    }
+    assert_eq!(doorbells.keys().copied().collect::<Vec<_>>(), [wire::SHARED_MEMORY, 1, 3]);
+}
+
 #[test]
 fn a_flood_of_connections_ends_in_one_report_and_others_are_served() {
     let bench = Bench::new();

@@ -166,13 +166,28 @@ fn a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same() 
         let membership = other.join_claimed(process, held).unwrap();
         assert_ne!(process, vm);
         drop(zone);
-        let own = Process::of(&UnixStream::pair().unwrap().0).unwrap();
+        let own = Process::of(&UnixStream::pair().unwrap().0).unwrap().unwrap();
         room.note("a", own.name().unwrap(), 1).unwrap();
         assert!(other.member(vm).unwrap().alive && other.member(process).unwrap().alive);
         drop(membership);
         assert!(other.member(vm).unwrap().alive && !other.member(process).unwrap().alive);
         assert_eq!(other.reap_without_owner().unwrap(), [process]);
         other.remove(process).unwrap();
+    });
+}
+
+/// Its end would not be seen.
+#[test]
+fn a_process_for_which_no_descriptor_is_left_is_not_taken_for_one_that_can_not_be_known() {
+    apart("a_process_for_which_no_descriptor_is_left_is_not_taken_for_one_that_can_not_be_known", |_| {
+        let (stream, _other) = UnixStream::pair().unwrap();
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let none = rustix::process::Rlimit { current: Some(0), ..limit };
+        rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+        let found = Process::of(&stream);
+        rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+        assert_eq!(found.unwrap_err().raw_os_error(), Some(rustix::io::Errno::MFILE.raw_os_error()));
+        assert!(Process::of(&stream).unwrap().is_some());
     });
 }
 

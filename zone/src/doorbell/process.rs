@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The process at the other end of a doorbell's connection: a VM lives as long as this process.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -13,7 +14,9 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 #[derive(Clone, Debug)]
 pub struct Process {
     /// `None`: it lives in a PID namespace that this process doesn't see.
-    name: Option<Name>,
+    number: Option<u32>,
+    /// `None`: it has no number, or its entry in /proc is hidden from this process (the mount option `hidepid`).
+    started: Option<u64>,
     fd: Arc<OwnedFd>,
 }
 
@@ -26,33 +29,63 @@ pub struct Name {
     pub started: u64,
 }
 
-/// One without a name equals only its own copies.
+/// One without a number equals only its own copies.
 impl PartialEq for Process {
     fn eq(&self, other: &Process) -> bool {
-        Arc::ptr_eq(&self.fd, &other.fd) || (self.name.is_some() && self.name == other.name)
+        let is_same = match (self.started, other.started) {
+            (Some(own), Some(others)) => own == others,
+            // No two processes that live have one number.
+            _ => !self.has_ended() && !other.has_ended(),
+        };
+        Arc::ptr_eq(&self.fd, &other.fd) || (self.number.is_some() && self.number == other.number && is_same)
     }
 }
 
 impl Eq for Process {}
 
 impl Process {
-    /// Returns the process at the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace, before Linux 6.5), or it has
-    /// ended.
-    pub fn of(stream: &UnixStream) -> Option<Process> {
-        let Some(number) = tombolo_listen::peer::of(stream).ok()?.process else {
-            return Some(Process { name: None, fd: Arc::new(tombolo_listen::peer::pidfd(stream).ok()?) });
+    /// Returns the process that made the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace, before Linux 6.5), or it has
+    /// ended; another one may have the connection then.
+    ///
+    /// # Errors
+    /// This process has no descriptor left for it, say: it may live, and its end would not be seen.
+    pub fn of(stream: &UnixStream) -> io::Result<Option<Process>> {
+        let number = tombolo_listen::peer::of(stream)?.process;
+        let pid = number.and_then(|number| Pid::from_raw(i32::try_from(number).ok()?));
+        let (opened, by_number) = match (tombolo_listen::peer::pidfd(stream), pid) {
+            // Before Linux 6.5.
+            (Err(e), Some(pid)) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+                (pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from), true)
+            }
+            (opened, _) => (opened, false),
         };
-        let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
-        let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        let started = started(number)?;
-        // While the connection stands, the process that made it has not ended, so the pidfd is that process's.
-        let hung_up = ready(stream.as_fd(), PollFlags::RDHUP, 0)?;
-        (!hung_up).then(|| Process { name: Some(Name { pid: number, started }), fd: Arc::new(fd) })
+        let fd = match opened {
+            Ok(fd) => Arc::new(fd),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+                return Err(e);
+            }
+            Err(_) => return Ok(None),
+        };
+        let process = Process { number, started: number.and_then(started), fd };
+        // While the connection stands, the process that made it has hardly ended, and its number is no other's.
+        let may_be_another = by_number
+            && loop {
+                if let Some(hung_up) = ready(stream.as_fd(), PollFlags::RDHUP, 0) {
+                    break hung_up;
+                }
+            };
+        // One that has not ended by now had this start.
+        Ok((!may_be_another && !process.has_ended()).then_some(process))
     }
 
-    /// Its number and start. `None`: it lives in a PID namespace that this process doesn't see.
+    /// Its number and start. `None`: this process can't see one of the two.
     pub fn name(&self) -> Option<Name> {
-        self.name
+        Some(Name { pid: self.number?, started: self.started? })
+    }
+
+    /// Its number. `None`: it lives in a PID namespace that this process doesn't see.
+    pub fn number(&self) -> Option<u32> {
+        self.number
     }
 
     /// Waits until the process has ended.

@@ -43,7 +43,10 @@ pub struct Knock {
 
 impl Knock {
     /// The process. `None`: the kernel can't tell which one it is, or it has ended.
-    pub fn process(&self) -> Option<Process> {
+    ///
+    /// # Errors
+    /// Those of [`Process::of`].
+    pub fn process(&self) -> io::Result<Option<Process>> {
         Process::of(&self.stream)
     }
 }
@@ -543,6 +546,10 @@ impl Work {
             bells.insert(peer, Doorbell { member, vectors: vectors.clone() });
         }
         for other in others {
+            // A send that finds another client gone tells this one, which may be gone too: nobody else would be told then that it has left.
+            if !self.clients.contains_key(&peer) {
+                break;
+            }
             for vector in &vectors {
                 self.send(other, i64::from(peer), Some(Arc::clone(vector)));
             }

@@ -151,11 +151,14 @@ impl Server {
         Ok(())
     }
 
-    /// Makes a socket for each invited VM, and removes the sockets of expelled ones.
+    /// Makes a socket for each invited VM, and removes the sockets of expelled ones. A VM that runs can't be expelled: it keeps its doorbell without a record,
+    /// where a cleaner of temporary folders has removed that, say.
     fn look(&mut self) -> Result<()> {
         let mut invited = self.room.invited()?;
         let mut done = Ok(());
-        let expelled = |(id, vm): (&MemberId, &Invited)| (!invited.contains_key(&vm.name)).then_some(*id);
+        let expelled = |(id, vm): (&MemberId, &Invited)| {
+            (!invited.contains_key(&vm.name) && !self.guests.contains_key(id)).then_some(*id)
+        };
         for id in self.listening.iter().filter_map(expelled).collect::<Vec<_>>() {
             self.listening.remove(&id);
             self.bells.unlisten(id)?;
@@ -164,7 +167,7 @@ impl Server {
         for (id, vm) in &mut self.listening {
             // The rights of one that runs change when it has ended.
             match invited.get(&vm.name) {
-                Some(rights) if *rights != vm.rights && !self.guests.contains_key(id) => {
+                Some(Ok(rights)) if *rights != vm.rights && !self.guests.contains_key(id) => {
                     vm.rights = *rights;
                     done = done.and(self.zone.invite_to(*id, &vm.name, Role::Vm, vm.rights));
                 }
@@ -180,11 +183,11 @@ impl Server {
             }
         }
         for vm in self.listening.values() {
-            invited.remove(&vm.name);
+            done = done.and(invited.remove(&vm.name).map_or(Ok(()), |rights| rights.map(drop)));
         }
         // A name that no socket can have keeps no other VM from its socket.
         for (name, rights) in invited {
-            done = done.and(self.open(name, rights));
+            done = done.and(rights.and_then(|rights| self.open(name, rights)));
         }
         done
     }
@@ -229,7 +232,13 @@ impl Server {
         let looked = self.look();
         let Some(Invited { name, rights }) = self.listening.get(&id) else { return looked };
         let (name, rights) = (name.clone(), *rights);
-        let process = knock.process();
+        let process = match knock.process() {
+            Ok(process) => process,
+            Err(e) => {
+                say(format!("{name}: refused: finding its process: {e}"));
+                return looked;
+            }
+        };
         if let Some(there) = self.guests.get(&id) {
             if process.is_some() && there.process == process {
                 // A VM that comes back with a second device.
@@ -247,8 +256,8 @@ impl Server {
             Ok(liveness) => {
                 let number = process
                     .as_ref()
-                    .and_then(Process::name)
-                    .map_or_else(|| "of another namespace".to_owned(), |process| process.pid.to_string());
+                    .and_then(Process::number)
+                    .map_or_else(|| "of another namespace, or ended".to_owned(), |number| number.to_string());
                 self.guests.insert(id, Guest { process, _liveness: liveness });
                 self.bells.let_in(knock)?;
                 say(format!("{name}: connected, process {number}"));

@@ -198,17 +198,22 @@ impl Room {
         remove(&self.invitation(member))
     }
 
-    /// Returns the invited VMs and their rights.
+    /// Returns the invited VMs and their rights, or why these can't be read: such a VM is invited still.
     ///
     /// # Errors
     /// The folder can't be read.
-    pub fn invited(&self) -> Result<BTreeMap<String, Rights>> {
+    pub fn invited(&self) -> Result<BTreeMap<String, Result<Rights>>> {
         let mut found = BTreeMap::new();
         for path in self.entries()? {
             let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".invited"));
-            // One that is removed in this moment is not invited.
-            let (Some(name), Ok(text)) = (name, fs::read_to_string(&path)) else { continue };
-            let rights = if text.trim() == "read-write" { Rights::READ_WRITE } else { Rights::READ_ONLY };
+            let Some(name) = name else { continue };
+            let rights = match fs::read_to_string(&path) {
+                Ok(text) if text.trim() == "read-write" => Ok(Rights::READ_WRITE),
+                Ok(_) => Ok(Rights::READ_ONLY),
+                // One that is removed in this moment is not invited.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                Err(e) => Err(Error::io(format!("reading {}", path.display()), e)),
+            };
             found.insert(name.to_owned(), rights);
         }
         Ok(found)
@@ -431,6 +436,13 @@ mod tests {
         room.expel("a.b").unwrap();
         room.expel("a.b").unwrap();
         let invited = [("a".to_owned(), Rights::READ_WRITE), ("c".to_owned(), Rights::READ_ONLY)];
-        assert_eq!(room.invited().unwrap(), invited.into());
+        let read = || -> BTreeMap<String, Option<Rights>> {
+            room.invited().unwrap().into_iter().map(|(name, rights)| (name, rights.ok())).collect()
+        };
+        assert_eq!(read(), invited.map(|(name, rights)| (name, Some(rights))).into());
+        // One that can't be read at this moment is no one that was removed.
+        fs::remove_file(room.invitation("c")).unwrap();
+        fs::create_dir(room.invitation("c")).unwrap();
+        assert_eq!(read().get("c"), Some(&None));
     }
 }
