@@ -11,7 +11,9 @@ use rustix::io::Errno;
 
 /// fcntl(2); libc has no name for it.
 const F_SETSIG: libc::c_int = 10;
-/// Its number in `/proc/PID/ns/pid` (PROC_PID_INIT_INO).
+/// The type of overlayfs in statfs(2).
+const OVERLAYFS: rustix::fs::FsWord = 0x794c_7630;
+/// The number of the first PID namespace in `/proc/PID/ns/pid` (PROC_PID_INIT_INO).
 const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 
 /// How processes that are looked for have a file open.
@@ -52,7 +54,9 @@ pub(crate) fn look(file: &File, access: Access) -> Openers {
     if taken == 0 {
         // SAFETY: as above.
         unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) };
-        return Openers::None;
+        // A mapping is of the file below, which no lease sees: who has closed its descriptor is not counted.
+        let is_stacked = rustix::fs::fstatfs(file).is_ok_and(|at| at.f_type == OVERLAYFS);
+        return if is_stacked { among(&holders(file, access)) } else { Openers::None };
     }
     match Errno::from_io_error(&std::io::Error::last_os_error()) {
         Some(Errno::AGAIN) => Openers::Some,
@@ -188,21 +192,70 @@ mod tests {
         assert_eq!(std::thread::spawn(ordinary).join().unwrap(), Openers::Unknown);
     }
 
+    /// A process that has mapped a file, and closed its descriptor.
+    struct Mapper(std::process::Child);
+
+    impl Mapper {
+        fn of(path: &Path) -> Mapper {
+            // Python's own mappings keep a descriptor.
+            let script = "import ctypes, os, sys\nf = os.open(sys.argv[1], os.O_RDWR)\nmmap = ctypes.CDLL(None).mmap\nmmap.restype = ctypes.c_void_p\nassert mmap(None, ctypes.c_size_t(4096), 3, 1, f, ctypes.c_long(0)) != ctypes.c_void_p(-1).value\nos.close(f)\nprint(flush=True)\nsys.stdin.read()";
+            let piped = std::process::Stdio::piped;
+            let mut python = std::process::Command::new("python3");
+            let mut child =
+                python.args(["-c", script]).arg(path).stdin(piped()).stdout(piped()).spawn().unwrap();
+            std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut [0]).unwrap();
+            Mapper(child)
+        }
+    }
+
+    impl Drop for Mapper {
+        fn drop(&mut self) {
+            self.0.kill().unwrap();
+            self.0.wait().unwrap();
+        }
+    }
+
     #[test]
     fn a_process_that_maps_a_file_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, [0; 4096]).unwrap();
-        let script = "import mmap, sys\nf = open(sys.argv[1], 'r+b')\nm = mmap.mmap(f.fileno(), 0)\nprint(flush=True)\nsys.stdin.read()";
-        let piped = std::process::Stdio::piped;
-        let mut python = std::process::Command::new("python3");
-        let mut child =
-            python.args(["-c", script]).arg(&path).stdin(piped()).stdout(piped()).spawn().unwrap();
-        let mut line = [0];
-        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut line).unwrap();
-        assert_eq!(names(&path, Access::Write), format!("process {} (python3)", child.id()));
-        child.kill().unwrap();
-        child.wait().unwrap();
+        let mapper = Mapper::of(&path);
+        assert_eq!(names(&path, Access::Write), format!("process {} (python3)", mapper.0.id()));
+        drop(mapper);
         assert_eq!(names(&path, Access::Write), "a process that this one can't see");
+    }
+
+    /// There the kernel grants the lease.
+    #[test]
+    fn a_process_that_maps_a_file_of_an_overlay_without_a_descriptor_is_found() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let in_namespace = move || {
+            let mount = |words: &[&str]| {
+                assert!(std::process::Command::new("mount").args(words).status().unwrap().success());
+            };
+            // SAFETY: this thread alone gets another root directory and current directory, of the same places.
+            unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }.unwrap();
+            mount(&["--make-rprivate", "/"]);
+            let at = |name: &str| format!("{}/{name}", dir.path().display());
+            mount(&["-t", "tmpfs", "none", &at("")]);
+            for name in ["lower", "upper", "work", "all"] {
+                std::fs::create_dir(at(name)).unwrap();
+            }
+            let options = ["lower", "upper", "work"].map(|name| format!("{name}dir={}", at(name))).join(",");
+            mount(&["-t", "overlay", "-o", &options, "none", &at("all")]);
+            let path = Path::new(&at("all")).join("file");
+            std::fs::write(&path, [0; 4096]).unwrap();
+            let reader = File::open(&path).unwrap();
+            assert_eq!(look(&reader, Access::Write), Openers::None);
+            let mapper = Mapper::of(&path);
+            assert_eq!(look(&reader, Access::Write), Openers::Some);
+            drop(mapper);
+            assert_eq!(look(&reader, Access::Any), Openers::None);
+        };
+        std::thread::spawn(in_namespace).join().unwrap();
     }
 }
