@@ -6,8 +6,10 @@
  * with all locks that it still needs. References (open, mapped), records of file locks, claims of free inodes and access times may still change:
  * recovery repairs them in the copy, in which no member lives. Mappings are revoked, and come back after the thaw.
  *
- * The freezing member may be suspended, with everyone else waiting. So it renews the word, whose tag counts that, and whoever waits ends a freeze that was
- * not renewed for TFS_FREEZE_IDLE_NS. The freezing member learns that when it next renews the word, or at the thaw: its copy is of no use then.
+ * The freezing member may be suspended, with everyone else waiting. So it renews the word, whose tag counts that, and whoever finds the file system frozen
+ * ends a freeze that this member first saw TFS_FREEZE_IDLE_NS ago and that was not renewed since. A member keeps that time, not a waiter: page faults don't
+ * wait here, they are tried again, and processes may be killed and begin again. The freezing member learns of the end when it next renews the word, or at
+ * the thaw: its copy is of no use then.
  */
 #include "tfs_internal.h"
 
@@ -36,17 +38,43 @@ static int exchange_own(struct tfs *fs, tmb_u64 (*next)(struct tfs *fs, tmb_u64 
 	return 0;
 }
 
+/* The next freeze of this epoch goes on counting: others must not take it for this one. */
+static tmb_u64 next_word(struct tfs *fs)
+{
+	tmb_u32 tag = (tmb_load(&fs->freeze_tag) + 1) & TAG;
+
+	tag = tag < RENEWED ? RENEWED : tag;
+	tmb_store(&fs->freeze_tag, tag);
+	return own_freeze(fs, tag);
+}
+
 static tmb_u64 renewed(struct tfs *fs, tmb_u64 now)
 {
-	tmb_u32 tag = ((tmb_u32)(now >> 8) + 1) & TAG;
-
-	return own_freeze(fs, tag < RENEWED ? RENEWED : tag);
+	(void)now;
+	return next_word(fs);
 }
 
 static tmb_u64 none(struct tfs *fs, tmb_u64 now)
 {
 	(void)fs, (void)now;
 	return 0;
+}
+
+/* Ends a freeze of another member that is not renewed. One thread looks at a time, so that 'freeze_since' is of 'freeze_seen'. */
+static void end_idle(struct tfs *fs)
+{
+	tmb_u64 *word = &tfs_sb(fs)->freeze, now;
+
+	if (!tmb_cas32(&fs->freeze_looking, 0, 1))
+		return;
+	now = tmb_load(word);
+	if (now != fs->freeze_seen) {
+		fs->freeze_seen = now;
+		fs->freeze_since = tfs_os_clock();
+	} else if ((now >> 8 & TAG) >= RENEWED && tfs_os_clock() - fs->freeze_since > TFS_FREEZE_IDLE_NS) {
+		tmb_cas64(word, now, 0);
+	}
+	tmb_store_release(&fs->freeze_looking, 0);
 }
 
 bool tfs_frozen(struct tfs *fs)
@@ -56,10 +84,12 @@ bool tfs_frozen(struct tfs *fs)
 
 	if (!now || (owner == fs->member && epoch == fs->epoch))
 		return false;
-	if (tfs_member_alive(fs, owner, epoch))
-		return true;
-	tmb_cas64(word, now, 0);
-	return false;
+	if (!tfs_member_alive(fs, owner, epoch)) {
+		tmb_cas64(word, now, 0);
+		return false;
+	}
+	end_idle(fs);
+	return tmb_load(word) != 0;
 }
 
 int tfs_wait_thaw(struct tfs *fs)
@@ -73,10 +103,7 @@ int tfs_wait_thaw(struct tfs *fs)
 	tfs_wait_start(&w, TFS_SURE);
 	while (!err && tfs_frozen(fs)) {
 		now = tmb_load(word);
-		if ((now >> 8 & TAG) >= RENEWED && now == w.seen && tfs_os_clock() - w.changed > TFS_FREEZE_IDLE_NS)
-			tmb_cas64(word, now, 0);
-		else
-			err = tfs_wait_more(fs, &w, now, now ? tmb_lock_owner(now) : TFS_MEMBERS, NULL, 0);
+		err = tfs_wait_more(fs, &w, now, now ? tmb_lock_owner(now) : TFS_MEMBERS, NULL, 0);
 	}
 	return err;
 }
@@ -137,7 +164,7 @@ int tfs_freeze(struct tfs *fs)
 
 	if (fs->read_only)
 		return -EROFS;
-	if (tfs_frozen(fs) || !tmb_cas64(word, 0, own_freeze(fs, RENEWED)))
+	if (tfs_frozen(fs) || !tmb_cas64(word, 0, next_word(fs)))
 		return -EBUSY;
 	err = settle(fs);
 	if (err)

@@ -187,6 +187,8 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	memset(fs->queue, 0, sizeof(fs->queue));
 	memset(fs->freeing, 0, sizeof(fs->freeing));
 	memset(fs->reserve, 0, sizeof(fs->reserve));
+	fs->freeze_seen = fs->freeze_since = 0;
+	fs->freeze_looking = fs->freeze_tag = 0;
 	fs->numbers = 0;
 	fs->silent.members = fs->keeping.members = 0;
 	fs->unclean = fs->asked = false;

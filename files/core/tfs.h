@@ -58,6 +58,8 @@ struct tfs {
 	bool unclean;	 /* this member left work to its recovery */
 	bool asked;	 /* another thread has cleared TMB_PENDING_REVOKE since tfs_revoke */
 	tmb_u32 taking;	 /* so many threads may be clearing it now */
+	tmb_u64 freeze_seen, freeze_since; /* freeze.c: another member's freeze as it was last seen, and since when it is that; 'freeze_looking' guards both */
+	tmb_u32 freeze_looking, freeze_tag; /* the latter: of this member's last freeze */
 	tmb_u64 alloc_cursor, chunk_cursor, inode_cursor; /* hints, racy on purpose */
 	tmb_u64 reserve[2]; /* where the reserved blocks were when this member last looked; hints */
 	tmb_u8 freeing[TFS_TX_SLOTS]; /* how many inodes the transaction in each slot has freed */

@@ -218,7 +218,9 @@ impl Area {
     /// Returns the area as this process alone will see it: what is stored there goes into copies of its pages. `None`: it lies in no file.
     pub(crate) fn private(&self) -> io::Result<Option<Area>> {
         let Some(file) = &self.file else { return Ok(None) };
-        let map = Map::with(file, self.offset + self.size(), true, MapFlags::PRIVATE)?;
+        // Of all that could be stored there little will be: the kernel would refuse to keep memory for the whole.
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let map = Map::with(file, self.offset + self.size(), true, flags)?;
         Area::in_map(&Arc::new(map), self.offset, self.size(), None).map(Some)
     }
 
@@ -406,4 +408,19 @@ impl Area {
 /// Opens the file that backs a zone or a bare file system.
 pub fn open_backing(path: &std::path::Path, writable: bool) -> io::Result<File> {
     File::options().read(true).write(writable).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_private_copy_of_an_area_larger_than_memory_takes_what_is_stored_there() {
+        let file = tempfile::tempfile().expect("a file");
+        file.set_len(8 << 40).expect("a sparse file");
+        let area = Area::whole(Map::new(&file, 8 << 40, false).expect("a mapping")).expect("an area");
+        let copy = area.private().expect("a private mapping").expect("it lies in a file");
+        assert!(copy.store_word(4096, 1));
+        assert_eq!((area.word(4096), copy.word(4096)), (Some(0), Some(1)));
+    }
 }

@@ -174,6 +174,9 @@ pub fn take_within(
     })?;
     let copied = copy_frozen(fs, to, longest, progress)?;
     frozen.end()?;
+    if fs.area().is_lost() {
+        bail!("{}", fsck::LOST);
+    }
     let taken = Taken { blocks: copied, frozen: start.elapsed() };
 
     // Should the host fail, no image has its magic and not its contents.
@@ -274,6 +277,10 @@ pub fn restore(
     let last = [(offset_of!(sys::tfs_super, area_offset) as u64, to.offset()), (MAGIC, sys::TFS_MAGIC)];
     if !last.iter().all(|(field, value)| to.store_word(*field, *value)) {
         bail!("the zone can't be written");
+    }
+    // Stores went into memory of this process then.
+    if to.is_lost() || image.is_lost() {
+        bail!("{}", fsck::LOST);
     }
     Ok(copied)
 }

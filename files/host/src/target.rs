@@ -297,9 +297,10 @@ impl Target {
                 Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });
             let area = zone.area(AreaType::Files, area)?;
             let memory = zone.as_fd().try_clone_to_owned()?;
-            let is_regular = rustix::fs::fstatfs(&memory)
-                .is_ok_and(|s| s.f_type != 0x0102_1994 && s.f_type != 0x9584_58f6);
-            let file = is_regular.then_some(memory);
+            // Of huge pages a private mapping would keep as many again.
+            let has_small_pages =
+                rustix::fs::fstatfs(&memory).is_ok_and(|s| s.f_type != libc::HUGETLBFS_MAGIC);
+            let file = has_small_pages.then_some(memory);
             Kind::Zone { zone, area, file, inside: false }
         } else {
             if len < 4096 {

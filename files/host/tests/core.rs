@@ -779,6 +779,29 @@ fn a_restore_and_a_mkfs_write_nothing_before_it_is_on_the_disk_that_there_is_no_
     assert!(contents(&to) == before, "it has been overwritten in part");
 }
 
+/// As where a disk is full behind a hole, or a file is truncated: what is stored then is in this process's memory only.
+#[test]
+fn of_a_file_whose_pages_go_missing_meanwhile_nothing_is_said_to_be_good_or_made() {
+    let file = tempfile::tempfile().expect("a file");
+    let mapped = || {
+        file.set_len(16 << 20).expect("a size");
+        Area::whole(Map::new(&file, 16 << 20, true).expect("map")).expect("an area")
+    };
+    let cut = || file.set_len(1 << 16);
+    for repair in [false, true] {
+        let area = mapped();
+        fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
+        assert_clean(&area);
+        cut().expect("a size");
+        let options = Options { repair, live: false };
+        let said = fsck::check(&area, options, &mut |_, _, _| {}).expect_err("pages are missing").0;
+        assert!(said.contains("cut short"), "{said}");
+    }
+    let made = snapshot::make(&mapped(), &Mkfs::default(), || Ok(cut()?));
+    let said = made.expect_err("pages are missing").to_string();
+    assert!(said.contains("cut short"), "{said}");
+}
+
 #[test]
 fn members_go_on_though_nothing_can_be_written_of_an_image() {
     let (a, b) = two_members();

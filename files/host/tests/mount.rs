@@ -748,11 +748,26 @@ fn a_read_only_mount_refuses_writes_and_mkfs_refuses_to_overwrite() {
 fn what_a_member_left_unfinished_when_it_died_is_no_damage() {
     let dir = TempDir::new().expect("a directory");
     let image = dir.path().join("image");
-    let path = image.to_str().expect("a path");
-    must(&["mkfs", "--size", "16M", path]);
-    // As if a member had died in the midst of an operation.
-    let file = fs::File::options().read(true).write(true).open(&image).expect("open");
-    let state = u64::from(tombolo_files::sys::TFS_BLOCK)
+    must(&["mkfs", "--size", "16M", image.to_str().expect("a path")]);
+    finds_no_damage(&image, 0);
+    // A zone, also in memory.
+    for dir in [dir, TempDir::new_in("/dev/shm").expect("a directory")] {
+        let zone = dir.path().join("zone");
+        let config = ZoneConfig::new("unfinished", 32 << 20).backing(Backing::File(zone.clone()));
+        let owner = Zone::create(&config).expect("a zone");
+        let at = owner.area(tombolo_zone::AreaType::Files, None).expect("an area").offset;
+        drop(owner);
+        must(&["mkfs", zone.to_str().expect("a path")]);
+        finds_no_damage(&zone, at);
+    }
+}
+
+/// Of an operation that a member began and did not end; `files_at`: where the file system lies.
+fn finds_no_damage(path: &Path, files_at: u64) {
+    let file = fs::File::options().read(true).write(true).open(path).expect("open");
+    let path = path.to_str().expect("a path");
+    let state = files_at
+        + u64::from(tombolo_files::sys::TFS_BLOCK)
         + 3 * size_of::<tombolo_files::sys::tfs_member_area>() as u64;
     let begun = u64::from(tombolo_files::sys::TFS_TX_OPEN) | 1 << 32;
     file.write_all_at(&begun.to_ne_bytes(), state).expect("write");

@@ -54,7 +54,7 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
     }
     let live = target.is_in_use()?;
     let mut area = target.area()?;
-    let mut unfinished = 0;
+    let (mut unfinished, mut ahead) = (0, false);
     let report = {
         let mut meter = Meter::new(json);
         let named = || args.zone.display().to_string();
@@ -62,7 +62,9 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
             unfinished = fsck::unfinished(&area).with_context(named)?;
         }
         if !live && !args.yes {
-            area = fsck::finished(&area).unwrap_or(area);
+            let finished = fsck::finished(&area);
+            ahead = finished.is_some();
+            area = finished.unwrap_or(area);
         }
         fsck::check(&area, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
             .with_context(named)?
@@ -91,7 +93,13 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         println!("{}: {}{done}", args.zone.display(), shown(&problem.text));
     }
     if unfinished > 0 {
-        let then = if args.yes { "" } else { " by the next mount; checked as it will be then" };
+        let then = match (args.yes, ahead) {
+            (true, _) => "",
+            (_, true) => " by the next mount; checked as it will be then",
+            (_, false) => {
+                " by the next mount; there is no memory for a copy in which that is done, so they are among the damage"
+            }
+        };
         println!(
             "{}: operations that members left unfinished when they died: {unfinished}, completed or undone{then}",
             args.zone.display()

@@ -82,6 +82,9 @@ pub struct Report {
     pub passes: u32,
 }
 
+/// What was found, and repaired, is not in the file then ([`Area::is_lost`]).
+pub(crate) const LOST: &str = "a page of the file is missing: it was cut short meanwhile, or its file system is full or does not answer";
+
 /// Findings that a report keeps in full.
 pub const KEEP: usize = 10_000;
 const MAX_PASSES: u32 = 8;
@@ -251,8 +254,13 @@ pub fn finished(area: &Area) -> Option<Area> {
 }
 
 /// Checks, and repairs if asked to; a repair completes what members left unfinished, which counts as damage otherwise. An error: there is no file system, or
-/// one of another version.
+/// one of another version, or a page of the file is missing.
 pub fn check(area: &Area, options: Options, progress: Progress<'_>) -> Result<Report, Unreadable> {
+    let report = passes(area, options, progress);
+    if area.is_lost() { Err(Unreadable(LOST.into())) } else { report }
+}
+
+fn passes(area: &Area, options: Options, progress: Progress<'_>) -> Result<Report, Unreadable> {
     if options.repair && (!area.writable() || options.live) {
         return Err(Unreadable("repair needs the area for itself, writable".into()));
     }

@@ -29,6 +29,9 @@ pub use tree::Tree;
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
+/// How often a name is made that other runs make meanwhile.
+const LINK_TRIES: u32 = 100;
+
 /// The counts of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Done {
@@ -80,7 +83,7 @@ pub fn mirror(
     let mut folders = Vec::new();
     for inside in from.walk(false) {
         let inside = inside?;
-        if inside.file_name().is_some_and(unfinished::is_unfinished) {
+        if is_unfinished(from, &inside)? {
             continue;
         }
         let meta = copy.entry(&inside).with_context(|| shown_path(&to.name().join(&inside)).to_string())?;
@@ -122,8 +125,14 @@ impl Copy<'_> {
             } else {
                 clear(&target.path, there.as_ref())?;
                 // What is in it may be readable: its own mode comes last.
-                DirBuilder::new().mode(0o700).create(&target.path)?;
-                self.done.copied += 1;
+                match DirBuilder::new().mode(0o700).create(&target.path) {
+                    Ok(()) => self.done.copied += 1,
+                    // Another run has made it meanwhile.
+                    Err(_) if present(&target.path)?.is_some_and(|there| there.is_dir()) => {
+                        self.done.same += 1;
+                    }
+                    Err(e) => return Err(e.into()),
+                }
             }
         } else if !self.rights.devices && is_device(&meta) {
             self.done.devices_left_out += 1;
@@ -162,14 +171,29 @@ impl Copy<'_> {
 
     /// Makes a further name of a copied file.
     fn link(&mut self, first: &Path, target: &Path, there: Option<&Metadata>) -> anyhow::Result<()> {
-        let wanted = fs::symlink_metadata(first)?;
-        if there.is_some_and(|t| (t.dev(), t.ino()) == (wanted.dev(), wanted.ino())) {
-            self.done.same += 1;
-            return Ok(());
+        let mut there = there.cloned();
+        for left in (0..LINK_TRIES).rev() {
+            let wanted = fs::symlink_metadata(first)?;
+            if there.as_ref().is_some_and(|t| (t.dev(), t.ino()) == (wanted.dev(), wanted.ino())) {
+                self.done.same += 1;
+                break;
+            }
+            clear(target, there.as_ref())?;
+            match fs::hard_link(first, target) {
+                Ok(()) => {
+                    self.done.copied += 1;
+                    break;
+                }
+                // Another run has made the name meanwhile, or has replaced the first one.
+                Err(e)
+                    if matches!(e.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::NotFound)
+                        && left > 0 =>
+                {
+                    there = present(target)?;
+                }
+                Err(e) => return Err(e.into()),
+            }
         }
-        clear(target, there)?;
-        fs::hard_link(first, target)?;
-        self.done.copied += 1;
         Ok(())
     }
 
@@ -189,8 +213,12 @@ impl Copy<'_> {
         if kind.is_file() {
             // Open until it has its place: another run takes it for a dead one's otherwise.
             let (new, file) = unfinished::create(target)?;
-            self.done.bytes += contents(source, meta, &file)?;
-            return self.finish(source, &new, target, meta);
+            let written = contents(source, meta, &file);
+            let done = written.and_then(|bytes| {
+                self.done.bytes += bytes;
+                self.finish(source, &new, target, meta)
+            });
+            return gone_if_failed(done, &new);
         }
         let new = unfinished::beside(target);
         if kind.is_symlink() {
@@ -207,7 +235,8 @@ impl Copy<'_> {
             };
             rustix::fs::mknodat(CWD, &new, what, Mode::from_raw_mode(meta.mode() & 0o700), meta.rdev())?;
         }
-        self.finish(source, &new, target, meta)
+        let done = self.finish(source, &new, target, meta);
+        gone_if_failed(done, &new)
     }
 
     /// Gives a new entry its attributes and its place.
@@ -232,24 +261,30 @@ impl Copy<'_> {
     fn remove_others(&mut self) -> anyhow::Result<()> {
         for inside in self.to.walk(true) {
             let inside = inside?;
-            let unfinished = inside.file_name().is_some_and(unfinished::is_unfinished);
-            if inside.as_os_str().is_empty() || (!unfinished && self.has_source(&inside)?) {
+            let is_unfinished = is_unfinished(self.to, &inside)?;
+            if inside.as_os_str().is_empty() || (!is_unfinished && self.has_source(&inside)?) {
                 continue;
             }
             let remove = || {
                 let place = self.to.place(&inside)?;
                 let meta = fs::symlink_metadata(&place.path)?;
-                if unfinished && meta.is_file() {
+                if is_unfinished {
                     // A living run's is not this one's to remove.
-                    unfinished::remove_if_dead(&place.path).map(drop)
-                } else if meta.is_dir() {
-                    fs::remove_dir(&place.path)
-                } else {
-                    fs::remove_file(&place.path)
+                    return unfinished::remove_if_dead(&place.path);
                 }
+                let done =
+                    if meta.is_dir() { fs::remove_dir(&place.path) } else { fs::remove_file(&place.path) };
+                done.map(|()| true)
             };
-            remove().with_context(|| format!("removing {}", shown_path(&self.to.name().join(&inside))))?;
-            self.done.removed += 1;
+            match remove() {
+                Ok(removed) => self.done.removed += u64::from(removed),
+                // By another run.
+                Err(e) if is_missing(&e) => {}
+                Err(e) => {
+                    return Err(e)
+                        .with_context(|| format!("removing {}", shown_path(&self.to.name().join(&inside))));
+                }
+            }
         }
         Ok(())
     }
@@ -294,12 +329,36 @@ fn is_device(meta: &Metadata) -> bool {
     meta.file_type().is_block_device() || meta.file_type().is_char_device()
 }
 
-/// Removes the entry at a path, a directory with all that is in it.
+/// Removes the entry at a path, a directory with all that is in it. Another run may do the same.
 fn clear(path: &Path, there: Option<&Metadata>) -> io::Result<()> {
-    match there {
+    let removed = match there {
         None => Ok(()),
         Some(there) if there.is_dir() => fs::remove_dir_all(path),
         Some(_) => fs::remove_file(path),
+    };
+    match removed {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Removes an entry that did not become whole: where a disk is full it would keep its room. What went wrong says more than what this may meet.
+fn gone_if_failed(done: anyhow::Result<()>, new: &Path) -> anyhow::Result<()> {
+    if done.is_err() {
+        let _left_to_the_next_run = fs::remove_file(new);
+    }
+    done
+}
+
+/// Returns whether an entry is one that a run has not finished. They are no directories: one of such a name is the user's.
+fn is_unfinished(tree: &Tree, inside: &Path) -> anyhow::Result<bool> {
+    if !inside.file_name().is_some_and(unfinished::is_named) {
+        return Ok(false);
+    }
+    match tree.place(inside) {
+        Ok(place) => Ok(!present(&place.path)?.is_some_and(|there| there.is_dir())),
+        Err(e) if is_missing(&e) => Ok(true),
+        Err(e) => Err(e).with_context(|| shown_path(&tree.name().join(inside)).to_string()),
     }
 }
 
@@ -390,7 +449,12 @@ fn next_data(file: &File, at: u64, size: u64) -> anyhow::Result<Option<(u64, u64
         Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some((at, size))),
         Err(e) => return Err(e.into()),
     };
-    Ok(Some((start, rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start))?.min(size))))
+    match rustix::fs::seek(file.as_fd(), SeekFrom::Hole(start)) {
+        Ok(end) => Ok(Some((start, end.min(size)))),
+        // The source was truncated meanwhile.
+        Err(Errno::NXIO) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// Returns all extended attributes of a path; none if the file system has none.
@@ -617,6 +681,69 @@ mod tests {
         drop(file);
         run(from.path(), to.path(), true);
         assert_eq!(picture(from.path()), picture(to.path()));
+    }
+
+    #[test]
+    fn runs_into_one_directory_at_once_make_its_directories_and_links_together() {
+        let from = tempfile::tempdir().unwrap();
+        for i in 0..40 {
+            let folder = from.path().join(format!("{i}"));
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("one"), "x").unwrap();
+            fs::hard_link(folder.join("one"), folder.join("two")).unwrap();
+            std::os::unix::fs::symlink("one", folder.join("link")).unwrap();
+        }
+        for _ in 0..20 {
+            let to = tempfile::tempdir().unwrap();
+            let ready = std::sync::Barrier::new(3);
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        ready.wait();
+                        run(from.path(), to.path(), true);
+                    });
+                }
+            });
+            run(from.path(), to.path(), true);
+            assert_eq!(picture(from.path()), picture(to.path()));
+        }
+    }
+
+    #[test]
+    fn a_directory_may_be_called_as_what_is_not_finished() {
+        let (from, to) = (tree(), tempfile::tempdir().unwrap());
+        fs::create_dir(from.path().join(".tombolo-unfinished")).unwrap();
+        fs::write(from.path().join(".tombolo-unfinished/file"), "x").unwrap();
+        for delete in [false, true] {
+            run(from.path(), to.path(), delete);
+            assert_eq!(picture(from.path()), picture(to.path()));
+        }
+    }
+
+    #[test]
+    fn a_run_that_fails_leaves_nothing_unfinished() {
+        let (from, to) = (tree(), tempfile::tempdir().unwrap());
+        // It is gone before it is copied; a full disk, say, ends a run in the same place.
+        let (source, target) = (from.path().join("folder/file"), to.path().join("folder/copy"));
+        fs::create_dir_all(to.path().join("folder")).unwrap();
+        let meta = fs::symlink_metadata(&source).unwrap();
+        fs::remove_file(&source).unwrap();
+        let trees = (Tree::open(from.path()).unwrap(), Tree::open(to.path()).unwrap());
+        let mut copy = Copy {
+            from: &trees.0,
+            to: &trees.1,
+            rights: Rights::ALL,
+            links: BTreeMap::new(),
+            swept: None,
+            done: Done::default(),
+        };
+        copy.replace(Path::new("folder/copy"), &source, &target, &meta, None).unwrap_err();
+        let left: Vec<_> = fs::read_dir(to.path().join("folder"))
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .filter(|name| unfinished::is_named(name))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
     }
 
     #[test]

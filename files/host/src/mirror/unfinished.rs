@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The names under which entries are made until they are whole. Several runs may copy into one directory at once, so each entry has a name that no other
 //! run uses. A run holds a lock of the file that it writes: one without a lock was left by a run that died, and the next run in its directory removes it.
+//! Links and special files can't be locked, and have their places at once: those that are older than a minute were left.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -8,6 +9,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FlockOperation, OFlags};
 use rustix::io::Errno;
@@ -15,8 +17,11 @@ use rustix::io::Errno;
 /// The whole name in earlier releases; the rest is a UUID without hyphens.
 const PREFIX: &[u8] = b".tombolo-unfinished";
 
+/// A living run needs less to give a link or a special file its place.
+const AT_ONCE: Duration = Duration::from_secs(60);
+
 /// Returns whether entries that are not whole yet have names like this one.
-pub(super) fn is_unfinished(name: &OsStr) -> bool {
+pub(super) fn is_named(name: &OsStr) -> bool {
     match name.as_bytes().strip_prefix(PREFIX) {
         Some([]) => true,
         Some([b'-', id @ ..]) => id.len() == 32 && id.iter().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')),
@@ -45,14 +50,15 @@ pub(super) fn create(target: &Path) -> io::Result<(PathBuf, File)> {
     }
 }
 
-/// Removes a file that a dead run left. Returns whether nothing is left at `path`; a living run's file stays, and so does what is no file.
+/// Removes what a dead run left. Returns whether nothing is left at `path`; a living run's entry stays, and so does a directory.
 pub(super) fn remove_if_dead(path: &Path) -> io::Result<bool> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
     let file = match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_file() => {
             File::options().read(true).write(true).custom_flags(flags.try_into().unwrap_or(0)).open(path)
         }
-        Ok(_) => return Ok(false),
+        Ok(meta) if meta.is_dir() || !is_old(&meta) => return Ok(false),
+        Ok(_) => return remove(path),
         Err(e) => Err(e),
     };
     let file = match file {
@@ -64,6 +70,16 @@ pub(super) fn remove_if_dead(path: &Path) -> io::Result<bool> {
     if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
         return Ok(false);
     }
+    remove(path)
+}
+
+/// By the clock of whoever made it: one of the future is not old.
+fn is_old(meta: &fs::Metadata) -> bool {
+    let made = SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(meta.ctime()).unwrap_or(0));
+    SystemTime::now().duration_since(made).is_ok_and(|age| age > AT_ONCE)
+}
+
+fn remove(path: &Path) -> io::Result<bool> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
         _ => Ok(true),
@@ -74,7 +90,7 @@ pub(super) fn remove_if_dead(path: &Path) -> io::Result<bool> {
 pub(super) fn sweep(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        if is_unfinished(&entry.file_name()) {
+        if is_named(&entry.file_name()) {
             remove_if_dead(&entry.path())?;
         }
     }

@@ -481,6 +481,37 @@ fn a_freeze_of_a_suspended_member_ends_and_that_member_learns_of_it() {
     zone.assert_clean(&[4, 7, 8]);
 }
 
+/// A member that only maps files waits in page faults, and processes that are killed after some seconds and begun again wait for less than a minute each.
+#[test]
+fn who_tries_again_and_again_ends_the_freeze_of_a_suspended_member_too() {
+    const MINUTE: u64 = 60 * SECOND;
+    let zone = Zone::new(|_| {});
+    let [freezer, mapper] = [4, 7].map(|m| zone.open(m, false).expect("open"));
+    let h = file(&mapper, "one", b"x");
+    let body = || {
+        freezer.freeze().expect("freeze");
+        let start = schedule::clock();
+        while mapper.map_ref(h) == Err(Errno::AGAIN) && schedule::clock() - start < 10 * MINUTE {
+            schedule::wait(10_000_000);
+        }
+        mapper.unmap_ref(h).expect("unmap");
+        let waited = schedule::clock() - start;
+        assert!((MINUTE..MINUTE * 2).contains(&waited), "{waited}");
+        assert_eq!(freezer.thaw(), Err(Errno::STALE));
+
+        // Each freeze has a minute of its own, also those of one process.
+        for _ in 0..3 {
+            freezer.freeze().expect("freeze");
+            assert_eq!(mapper.map_ref(h), Err(Errno::AGAIN));
+            freezer.thaw().expect("frozen all the time");
+            (0..9000).for_each(|_| schedule::wait(10_000_000));
+        }
+    };
+    zone.run(Plan::new(0, Vec::new(), Vec::new(), true), vec![Box::new(body)]).expect("it ends");
+    [freezer, mapper].into_iter().for_each(Filesystem::abandon);
+    zone.assert_clean(&[4, 7]);
+}
+
 #[test]
 fn a_dead_members_lock_is_taken_over_though_all_places_to_wait_are_taken() {
     let zone = Zone::new(|_| {});
