@@ -94,6 +94,8 @@ static inline tmb_u32 tfs_root_height(tmb_u64 root)
 
 static inline int tfs_damage(struct tfs *fs, const char *what, tmb_u64 a, tmb_u64 b)
 {
+	if (tfs_expelled(fs))
+		return -ESHUTDOWN; /* it has followed what others have put there since */
 	if (!fs->read_only)
 		tmb_fetch_add(&tfs_sb(fs)->errors, 1);
 	tfs_os_damage(fs, what, a, b);

@@ -364,8 +364,11 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		ret = err ? fault_error(err) : VM_FAULT_NOPAGE;
 		err = 0;
 	}
-	if (err == -EAGAIN && tfs_frozen(&s->fs))
+	if (err == -EAGAIN && tfs_frozen(&s->fs)) {
+		/* This begins with a wait for the thaw, which ends the freeze of a suspended member. A fault alone would keep mmap_lock for that long. */
+		queue_work(s->lock_queue, &s->recovery);
 		tfs_os_wait(&s->fs, 100);
+	}
 	if (err)
 		ret = fault_error(err);
 	if (write)

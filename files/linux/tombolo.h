@@ -45,6 +45,7 @@
 struct tmb_zone {
 	struct tmb_bdev dev;
 	struct dax_device *dax;
+	struct dev_pagemap *pages; /* of the memory; the reference keeps it mapped */
 	u64 dax_start;	 /* of the block device in the DAX device, bytes */
 	u8 *addr;	 /* kernel address of the zone's first byte */
 	unsigned long pfn; /* its page frame */

@@ -5,6 +5,7 @@
  */
 #include "tombolo.h"
 
+#include <linux/memremap.h>
 #include <linux/pfn_t.h>
 #include <linux/slab.h>
 #include <linux/uuid.h>
@@ -30,10 +31,23 @@ static int zone_map(struct tmb_zone *zone, void *holder)
 		fs_put_dax(zone->dax, holder);
 		return pages < 0 ? (int)pages : -EOPNOTSUPP;
 	}
+	/* A driver that is unbound from the device waits for this reference before it unmaps the memory. */
+	zone->pages = get_dev_pagemap(pfn_t_to_pfn(pfn), NULL);
+	if (!zone->pages) {
+		fs_put_dax(zone->dax, holder);
+		return -ENODEV;
+	}
 	zone->addr = addr;
 	zone->pfn = pfn_t_to_pfn(pfn);
 	zone->size = bytes;
 	return 0;
+}
+
+static void zone_unmap(struct tmb_zone *zone, void *holder)
+{
+	fs_put_dax(zone->dax, holder);
+	put_dev_pagemap(zone->pages);
+	zone->addr = NULL; /* a caller that undoes all it did asks by this whether to detach the zone */
 }
 
 /* Copies the header and checks it. -EINVAL: no zone; -EPROTONOSUPPORT: not one for this module. */
@@ -112,8 +126,7 @@ int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
 		goto unmap;
 	return 0;
 unmap:
-	fs_put_dax(zone->dax, holder);
-	zone->addr = NULL; /* a caller that undoes all it did asks by this whether to detach the zone */
+	zone_unmap(zone, holder);
 close:
 	tmb_bdev_close(&zone->dev);
 unuse:
@@ -124,9 +137,8 @@ unuse:
 
 void tmb_zone_detach(struct tmb_zone *zone, void *holder)
 {
-	fs_put_dax(zone->dax, holder);
+	zone_unmap(zone, holder);
 	tmb_bdev_close(&zone->dev);
-	zone->addr = NULL;
 	if (holder)
 		tmb_zone_unuse();
 }

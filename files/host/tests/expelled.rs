@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Claims about a member that was declared dead and goes on: its slot, with all bits and counters of the slot, is another's by then.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -27,11 +28,20 @@ impl Zone {
         Zone { map, area }
     }
 
-    fn set(&self, member: u32, epoch: u32, state: u32) {
-        let table = Area::in_map(&self.map, MEMBERS_AT, 64 * 256, None).expect("a table").base();
+    fn word(&self, at: u64) -> &AtomicU64 {
+        let page = Area::in_map(&self.map, at / 4096 * 4096, 4096, None).expect("a page").base();
         // SAFETY: an aligned word of the mapping, which lives as long as self and is only accessed by atomics.
-        let word = unsafe { AtomicU64::from_ptr(table.add(member as usize * 256).cast()) };
-        word.store(u64::from(epoch) << 32 | u64::from(state), SeqCst);
+        unsafe { AtomicU64::from_ptr(page.add((at % 4096) as usize).cast()) }
+    }
+
+    fn set(&self, member: u32, epoch: u32, state: u32) {
+        self.word(MEMBERS_AT + u64::from(member) * 256)
+            .store(u64::from(epoch) << 32 | u64::from(state), SeqCst);
+    }
+
+    /// The damage that was seen, as the super block counts it.
+    fn errors(&self) -> &AtomicU64 {
+        self.word(AREA_AT + offset_of!(sys::tfs_super, errors) as u64)
     }
 
     fn join(&self, member: u32, epoch: u32) -> Filesystem {
@@ -126,5 +136,18 @@ fn an_expelled_member_does_not_let_go_for_its_successor() {
     let (deferred, holders) = other.deferred();
     assert!(deferred > 0 && holders == [1], "blocks that the successor maps: {deferred}, {holders:?}");
     successor.unmap_ref(file).expect("unmap");
+    end(&zone, [expelled, successor, other]);
+}
+
+/// Blocks that it was about to read are other files' by then.
+#[test]
+fn what_an_expelled_member_finds_is_no_damage() {
+    let (zone, other, expelled, file) = stage();
+    let nowhere = Handle { ino: 1 << 40, ..file };
+    let successor = zone.replace(1, 1, &other);
+    assert_eq!(expelled.getattr(nowhere).map(drop), Err(Errno::SHUTDOWN));
+    assert_eq!(zone.errors().load(SeqCst), 0);
+    assert_eq!(successor.getattr(nowhere).map(drop), Err(Errno::UCLEAN));
+    assert_eq!(zone.errors().swap(0, SeqCst), 1);
     end(&zone, [expelled, successor, other]);
 }

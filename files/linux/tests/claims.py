@@ -123,10 +123,15 @@ def a_removal_that_waits_for_a_page_in_a_pipe_keeps_to_what_the_file_forbids_by_
     a.ok("claims overtaken /mnt/f")
 
 
+def files_area(m):
+    """Where the file system begins in the zone mapped as m."""
+    areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
+    return next(offset for kind, _, offset, _ in areas if kind == 1)
+
+
 def inode_table(m):
     """Where the inodes that mkfs makes room for begin in the zone mapped as m (tfs_format.h)."""
-    areas = [struct.unpack_from("<IIQQ", m, 256 + 64 * i) for i in range(32)]
-    area = next(offset for kind, _, offset, _ in areas if kind == 1)
+    area = files_area(m)
     return area + struct.unpack_from("<Q", m, area + 88)[0] * 4096
 
 
@@ -819,6 +824,36 @@ def a_guest_that_lives_on_after_it_was_declared_dead_lets_go_of_its_mappings(a, 
     comes_to(b, "tail -n 1 /tmp/polls", "gone")
     need(b.run("claims shown /mnt/polled p")[0], "it mapped the file again")
     a.ok("rm /mnt/polled")
+
+
+@claim(1)
+def a_driver_that_is_unbound_from_the_memory_of_a_mounted_zone_waits_for_the_umount(a):
+    for driver, devices in (("/sys/bus/nd/drivers/nd_pmem", "namespace*"), ("/sys/bus/virtio/drivers/virtio_pmem", "virtio*")):
+        a.ok("echo text > /mnt/x; rm -f /tmp/unbound; cd %s; ls -d %s > /tmp/device" % (driver, devices))
+        a.ok("(cat /tmp/device > %s/unbind; echo yes > /tmp/unbound) > /dev/null 2>&1 &" % driver)
+        a.ok("while test -e /dev/pmem0; do :; done; test $(cat /mnt/x) = text; echo more > /mnt/y; ! test -e /tmp/unbound; umount /mnt")
+        comes_to(a, "cat /tmp/unbound; true", "yes")
+        a.ok("cat /tmp/device > %s/bind; until test -e /dev/pmem0; do :; done; mount -t tombolo test /mnt" % driver)
+        a.ok("test $(cat /mnt/y) = more; rm /mnt/x /mnt/y")
+
+
+@claim(1)
+def a_suspended_snapshot_holds_up_a_program_that_only_reads_its_mapping_for_no_longer_than_one_that_writes(a):
+    a.ok("dd if=/dev/zero bs=4k count=1 2>/dev/null | tr '\\0' p > /mnt/shown")
+    with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+        slot, frozen = 4096 + 256 * 5, files_area(m) + 320
+        was, = struct.unpack_from("<Q", m, slot)
+        epoch = (was >> 32) + 1
+        struct.pack_into("<Q", m, slot, epoch << 32 | 2)
+        struct.pack_into("<Q", m, frozen, epoch << 32 | 2 << 8 | 5 + 1)
+        try:
+            rc, out = a.run("timeout -s KILL 150 claims shown /mnt/shown p")
+            need(rc == 0, "no page is shown: %d %s" % (rc, out))
+            need(struct.unpack_from("<Q", m, frozen) == (0,), "a page was shown during the freeze")
+        finally:
+            struct.pack_into("<Q", m, frozen, 0)
+            struct.pack_into("<Q", m, slot, was)
+    a.ok("rm /mnt/shown")
 
 
 @claim(1, dies=0)
