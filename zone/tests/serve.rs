@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server of a zone for VMs that tombolo does not start, and a member that writes into the member table.
 
-use std::io::Read;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -133,6 +134,37 @@ fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterw
         until("the server stands still", || zone.pulse().unwrap() != pulse);
         let there = zone.member(a).unwrap();
         assert!(there.alive && there.state == MemberState::Active && there.epoch == 7, "{there:?}");
+    });
+}
+
+#[test]
+fn a_vm_whose_connection_another_process_has_made_lives_on_when_that_one_ends() {
+    apart("a_vm_whose_connection_another_process_has_made_lives_on_when_that_one_ends", |dir| {
+        let (path, zone) = created(dir);
+        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        drop(zone);
+        let said = serve(&path);
+        let zone = Zone::open(&path, true).unwrap();
+        let socket = Room::of(zone.uuid()).unwrap().socket("a");
+        // The first process ends with a line on its input, the second one, which is the VM, with its input.
+        let script = "import os,socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.readline() if os.fork() else os.read(3, 1)";
+        let mut first = Command::new("sh");
+        first.args(["-c", "exec 3<&0 < \"$2\"; exec python3 -c \"$0\" \"$1\"", script]).arg(&socket);
+        let line = dir.join("line");
+        assert!(Command::new("mkfifo").arg(&line).status().unwrap().success());
+        let mut first = first.arg(&line).stdin(Stdio::piped()).spawn().unwrap();
+        let vm = first.stdin.take();
+        let mut line = File::create(&line).unwrap();
+        until("it did not join", || said.try_iter().any(|line| line.starts_with("a: connected")));
+        let record = socket.with_extension("vm");
+        assert!(zone.member(a).unwrap().alive && record.exists());
+        line.write_all(b"\n").unwrap();
+        first.wait().unwrap();
+        until("its record says still that it has ended", || !record.exists());
+        assert!(zone.member(a).unwrap().alive && said.try_recv().is_err());
+        drop(vm);
+        until("it does not end", || !zone.member(a).unwrap().alive);
+        assert_eq!(said.recv_timeout(LONG).unwrap(), "a: ended");
     });
 }
 
