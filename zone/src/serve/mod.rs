@@ -3,9 +3,9 @@
 //!
 //! The server owns the zone and listens for each VM that has a slot in the member table. The process that connects to a VM's socket is the VM:
 //! the server holds the slot's liveness until that process has ended, and its connection too: one that connects for a QEMU and passes the connection on may
-//! end first. Then it declares the VM dead, tells the other members, and keeps the slot for the VM's next start. `tombolo zone invite` and `expel` write and remove a record of the VM in the zone's [`room`]; the server reads the
-//! records once a second and needs no commands. It ends when no VM is invited any more. The VMs that the member table had when the server
-//! started are invited, too; afterwards the table, which each member can write, decides nothing.
+//! end first. Then it declares the VM dead, tells the other members, and keeps the slot for the VM's next start. `tombolo zone invite` and `expel` write and
+//! remove a record of the VM in the zone's [`room`]; the server reads the records once a second and needs no commands. It ends when no VM is invited any
+//! more. The VMs that the member table had when the server started are invited, too; afterwards the table, which each member can write, decides nothing.
 //!
 //! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
 //! - [`access`]: permissions of the sockets.
