@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server of a zone for VMs that tombolo does not start, and a member that writes into the member table.
 
-use std::io::Read;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use tombolo_zone::doorbell::Bell;
 use tombolo_zone::doorbell::process::Process;
+use tombolo_zone::doorbell::{Bell, wire};
 use tombolo_zone::serve::{Server, room::Room, start};
 use tombolo_zone::{Backing, Member, MemberState, Rights, Role, Zone, ZoneConfig};
 
@@ -107,8 +108,8 @@ fn slots_with_another_vms_name_connect_to_no_socket_and_take_no_vm_its_own() {
 }
 
 #[test]
-fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterwards() {
-    apart("a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterwards", |dir| {
+fn a_vm_that_comes_while_its_zone_is_repaired_is_refused_and_can_come_afterwards() {
+    apart("a_vm_that_comes_while_its_zone_is_repaired_is_refused_and_can_come_afterwards", |dir| {
         let (path, zone) = created(dir);
         let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
         drop(zone);
@@ -117,7 +118,9 @@ fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterw
         let socket = Room::of(zone.uuid()).unwrap().socket("a");
         let kept_out = zone.keep_members_out().unwrap();
         let mut refused = UnixStream::connect(&socket).unwrap();
-        assert_eq!(refused.read(&mut [0; 8]).unwrap(), 0, "it was let in");
+        let mut answer = Vec::new();
+        refused.read_to_end(&mut answer).unwrap();
+        assert_eq!(answer, wire::REFUSED.to_le_bytes(), "it was let in, or QEMU waits for an answer");
         let line = said.recv_timeout(LONG).unwrap();
         assert!(line.starts_with("a: refused:") && line.contains("is being repaired"), "{line}");
         drop(kept_out);
@@ -133,6 +136,37 @@ fn a_vm_that_comes_while_its_zone_is_repaired_gets_no_answer_and_can_come_afterw
         until("the server stands still", || zone.pulse().unwrap() != pulse);
         let there = zone.member(a).unwrap();
         assert!(there.alive && there.state == MemberState::Active && there.epoch == 7, "{there:?}");
+    });
+}
+
+#[test]
+fn a_vm_whose_connection_another_process_has_made_lives_on_when_that_one_ends() {
+    apart("a_vm_whose_connection_another_process_has_made_lives_on_when_that_one_ends", |dir| {
+        let (path, zone) = created(dir);
+        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        drop(zone);
+        let said = serve(&path);
+        let zone = Zone::open(&path, true).unwrap();
+        let socket = Room::of(zone.uuid()).unwrap().socket("a");
+        // The first process ends with a line on its input, the second one, which is the VM, with its input.
+        let script = "import os,socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.readline() if os.fork() else os.read(3, 1)";
+        let mut first = Command::new("sh");
+        first.args(["-c", "exec 3<&0 < \"$2\"; exec python3 -c \"$0\" \"$1\"", script]).arg(&socket);
+        let line = dir.join("line");
+        assert!(Command::new("mkfifo").arg(&line).status().unwrap().success());
+        let mut first = first.arg(&line).stdin(Stdio::piped()).spawn().unwrap();
+        let vm = first.stdin.take();
+        let mut line = File::create(&line).unwrap();
+        until("it did not join", || said.try_iter().any(|line| line.starts_with("a: connected")));
+        let record = socket.with_extension("vm");
+        assert!(zone.member(a).unwrap().alive && record.exists());
+        line.write_all(b"\n").unwrap();
+        first.wait().unwrap();
+        until("its record says still that it has ended", || !record.exists());
+        assert!(zone.member(a).unwrap().alive && said.try_recv().is_err());
+        drop(vm);
+        until("it does not end", || !zone.member(a).unwrap().alive);
+        assert_eq!(said.recv_timeout(LONG).unwrap(), "a: ended");
     });
 }
 

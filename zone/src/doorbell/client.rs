@@ -87,6 +87,9 @@ impl Bell {
         let failed = |e| Error::io("doorbell handshake", e);
         stream.set_read_timeout(Some(HANDSHAKE)).map_err(failed)?;
         let (version, _) = next(&stream)?;
+        if version == wire::REFUSED {
+            return Err(refused());
+        }
         if version != wire::VERSION {
             return Err(protocol(format!("version {version}, expected {}", wire::VERSION)));
         }
@@ -177,16 +180,15 @@ fn protocol(what: String) -> Error {
     Error::io("doorbell handshake", io::Error::new(io::ErrorKind::InvalidData, what))
 }
 
+fn refused() -> Error {
+    let why = "the server refused: is the member connected already?";
+    Error::io("doorbell handshake", io::Error::new(io::ErrorKind::ConnectionAborted, why))
+}
+
 fn next(stream: &UnixStream) -> Result<(i64, Option<OwnedFd>)> {
     match wire::receive(stream) {
         Ok(Some(message)) => Ok(message),
-        Ok(None) => {
-            let refused = io::Error::new(
-                io::ErrorKind::ConnectionAborted,
-                "the server refused: is the member connected already?",
-            );
-            Err(Error::io("doorbell handshake", refused))
-        }
+        Ok(None) => Err(refused()),
         Err(error) => Err(Error::io("doorbell handshake", error)),
     }
 }

@@ -34,11 +34,20 @@ const MAX_UNNAMED: usize = 16;
 /// the next accept would fail at once.
 const RECOVERY: Duration = Duration::from_millis(200);
 
-/// A process that waits to be let in.
+/// A process that waits to be let in. It is told when it is refused.
 #[derive(Debug)]
 pub struct Knock {
     member: MemberId,
-    stream: Brief<UnixStream>,
+    /// `None`: it is let in.
+    stream: Option<Brief<UnixStream>>,
+}
+
+impl Drop for Knock {
+    fn drop(&mut self) {
+        if let Some(stream) = &self.stream {
+            wire::refuse(stream);
+        }
+    }
 }
 
 impl Knock {
@@ -47,7 +56,7 @@ impl Knock {
     /// # Errors
     /// Those of [`Process::of`].
     pub fn process(&self) -> io::Result<Option<Process>> {
-        Process::of(&self.stream)
+        self.stream.as_ref().map_or(Ok(None), |stream| Process::of(stream))
     }
 }
 
@@ -194,8 +203,9 @@ impl DoorbellServer {
     }
 
     /// Lets a process in that has knocked.
-    pub fn let_in(&self, knock: Knock) -> Result<()> {
-        self.command(Command::Adopt { member: knock.member, stream: knock.stream })
+    pub fn let_in(&self, mut knock: Knock) -> Result<()> {
+        let stream = knock.stream.take();
+        stream.map_or(Ok(()), |stream| self.command(Command::Adopt { member: knock.member, stream }))
     }
 
     fn listen_with(&self, member: MemberId, path: &Path, knock: bool) -> Result<()> {
@@ -464,8 +474,8 @@ impl Work {
 
     fn accept(&mut self, member: MemberId) {
         let Some(listening) = self.listeners.get_mut(&member) else { return };
-        let stream = match listening.listener.accept() {
-            Ok((stream, _)) => Brief::from(stream),
+        let mut guest = match listening.listener.accept() {
+            Ok((stream, _)) => Knock { member, stream: Some(stream.into()) },
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
                 self.closed_until = Some(Instant::now() + RECOVERY);
@@ -487,9 +497,9 @@ impl Work {
         let knock = listening.knock;
         let done = self.require_alone(member).and_then(|()| {
             if !knock {
-                return self.join(member, stream);
+                return guest.stream.take().map_or(Ok(()), |stream| self.join(member, stream));
             }
-            self.tell(Event::Knocked { member, guest: Knock { member, stream } });
+            self.tell(Event::Knocked { member, guest });
             Ok(())
         });
         if let Err(why) = done {
@@ -510,8 +520,9 @@ impl Work {
 
     /// Gives a connection its peer id and announces it to all clients.
     fn join(&mut self, member: MemberId, stream: Brief<UnixStream>) -> std::result::Result<(), String> {
-        self.require_alone(member)?;
-        let peer = self.next_peer.ok_or("all 65536 peer ids were used; restart the zone")?;
+        let is_alone = self.require_alone(member);
+        let next = || self.next_peer.ok_or("all 65536 peer ids were used; restart the zone".to_owned());
+        let peer = is_alone.and_then(|()| next()).inspect_err(|_| wire::refuse(&stream))?;
         self.introduce(member, peer, stream).map_err(|error| {
             self.clients.remove(&peer);
             lock(&self.bells).remove(&peer);

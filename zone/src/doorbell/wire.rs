@@ -21,6 +21,9 @@ use crate::{Error, Result};
 
 /// The only protocol version there is.
 pub const VERSION: i64 = 0;
+/// Stands in the version's place for a client that is refused. QEMU ends with it ("server sent version -1"); of a connection that is closed without a message
+/// it reads for ever.
+pub const REFUSED: i64 = -1;
 /// Accompanies the descriptor of the shared page.
 pub const SHARED_MEMORY: i64 = -1;
 const MESSAGE: usize = 8;
@@ -41,6 +44,12 @@ pub fn send(socket: &UnixStream, value: i64, fd: Option<BorrowedFd<'_>>) -> io::
         MESSAGE => Ok(()),
         n => Err(io::Error::new(io::ErrorKind::WriteZero, format!("{n} of {MESSAGE} bytes sent"))),
     }
+}
+
+/// Tells a client that it gets no doorbell.
+pub(super) fn refuse(socket: &UnixStream) {
+    // It may be gone.
+    let _ = send(socket, REFUSED, None);
 }
 
 /// Receives one message. `Ok(None)`: the peer closed. Waits as the socket is set to; a message that is cut short is an error.

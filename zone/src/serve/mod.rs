@@ -2,10 +2,10 @@
 //! Zones for VMs that tombolo does not start: a server per zone.
 //!
 //! The server owns the zone and listens for each VM that has a slot in the member table. The process that connects to a VM's socket is the VM:
-//! the server holds the slot's liveness until that process has ended. Then it declares the VM dead, tells the other members, and keeps the
-//! slot for the VM's next start. `tombolo zone invite` and `expel` write and remove a record of the VM in the zone's [`room`]; the server reads the
-//! records once a second and needs no commands. It ends when no VM is invited any more. The VMs that the member table had when the server
-//! started are invited, too; afterwards the table, which each member can write, decides nothing.
+//! the server holds the slot's liveness until that process has ended, and its connection too: one that connects for a QEMU and passes the connection on may
+//! end first. Then it declares the VM dead, tells the other members, and keeps the slot for the VM's next start. `tombolo zone invite` and `expel` write and
+//! remove a record of the VM in the zone's [`room`]; the server reads the records once a second and needs no commands. It ends when no VM is invited any
+//! more. The VMs that the member table had when the server started are invited, too; afterwards the table, which each member can write, decides nothing.
 //!
 //! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
 //! - [`access`]: permissions of the sockets.
@@ -43,7 +43,10 @@ enum Happening {
 
 /// A VM that has connected and not ended.
 struct Guest {
+    /// `None`: it can't be told, or it has ended and left its connection to another one, which is the VM.
     process: Option<Process>,
+    /// The connections that were let in and of whose end nothing was heard.
+    connections: u32,
     /// Dropped after the VM's death has been declared.
     _liveness: HeldByOwner,
 }
@@ -207,14 +210,14 @@ impl Server {
             Event::Knocked { member, guest } => self.knocked(member, guest, say)?,
             Event::Joined { .. } => {}
             // A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end.
-            Event::Left { member, why, .. } => match self.guests.get(&member) {
+            Event::Left { member, why, .. } => match self.disconnected(member) {
                 Some(Guest { process: None, .. }) => self.end_guest(member, say)?,
                 Some(_) => say(format!("{}: its doorbell is gone: {why}", self.name(member))),
                 None => {}
             },
             Event::NotJoined { member, why } => {
                 say(format!("{}: it got no doorbell: {why}", self.name(member)));
-                if self.guests.get(&member).is_some_and(|guest| guest.process.is_none()) {
+                if self.disconnected(member).is_some_and(|guest| guest.process.is_none()) {
                     self.end_guest(member, say)?;
                 }
             }
@@ -224,6 +227,13 @@ impl Server {
             }
         }
         Ok(())
+    }
+
+    /// Notes that a VM's connection has ended.
+    fn disconnected(&mut self, id: MemberId) -> Option<&Guest> {
+        let guest = self.guests.get_mut(&id)?;
+        guest.connections = guest.connections.saturating_sub(1);
+        Some(guest)
     }
 
     /// A process stands at a VM's socket.
@@ -239,9 +249,10 @@ impl Server {
                 return looked;
             }
         };
-        if let Some(there) = self.guests.get(&id) {
+        if let Some(there) = self.guests.get_mut(&id) {
             if process.is_some() && there.process == process {
                 // A VM that comes back with a second device.
+                there.connections += 1;
                 self.bells.let_in(knock)?;
                 return looked;
             }
@@ -258,7 +269,7 @@ impl Server {
                     .as_ref()
                     .and_then(Process::number)
                     .map_or_else(|| "of another namespace, or ended".to_owned(), |number| number.to_string());
-                self.guests.insert(id, Guest { process, _liveness: liveness });
+                self.guests.insert(id, Guest { process, connections: 1, _liveness: liveness });
                 self.bells.let_in(knock)?;
                 say(format!("{name}: connected, process {number}"));
             }
@@ -305,10 +316,15 @@ impl Server {
     }
 
     fn ended(&mut self, id: MemberId, process: &Process, say: &mut dyn FnMut(String)) -> Result<()> {
-        if self.guests.get(&id).is_some_and(|g| g.process.as_ref() == Some(process)) {
-            self.end_guest(id, say)?;
+        let Some(guest) = self.guests.get_mut(&id).filter(|g| g.process.as_ref() == Some(process)) else {
+            return Ok(());
+        };
+        if guest.connections == 0 {
+            return self.end_guest(id, say);
         }
-        Ok(())
+        // Of one that nobody else has, the end is heard at once. No record may say that the VM has ended.
+        guest.process = None;
+        self.room.forget(&self.name(id))
     }
 
     /// Ends a VM's epoch and keeps its slot for its next start.
