@@ -27,6 +27,21 @@ impl Place {
         self.dir.path().join("own.zone")
     }
 
+    fn kill_server(&self) {
+        kill(self.server().unwrap());
+        self.until("the server lives", || self.server().is_none());
+    }
+
+    /// Waits until the server has looked at its zone twice.
+    fn await_looks(&self) {
+        let pulse = || Zone::open(self.zone(), false).unwrap().pulse().unwrap().0;
+        let mut last = 0;
+        for _ in 0..3 {
+            self.until("the server stands still", || pulse() != last);
+            last = pulse();
+        }
+    }
+
     fn run(&self, args: &[&str]) -> Output {
         self.run_in("run", args)
     }
@@ -264,8 +279,7 @@ fn vms_that_are_invited_and_expelled_at_once_keep_no_server_from_starting() {
     let (come, go) = (["a", "b", "c", "d"], ["e", "f", "g", "h"]);
     for _ in 0..5 {
         go.iter().for_each(|name| drop(place.invite(name, &[])));
-        kill(place.server().unwrap());
-        place.until("the server lives", || place.server().is_none());
+        place.kill_server();
         std::thread::scope(|scope| {
             for (comes, goes) in come.iter().zip(go) {
                 let place = &place;
@@ -286,8 +300,7 @@ fn a_server_that_dies_makes_no_vm_dead() {
     place.until("the VM is not noticed", || place.member("a").is_some_and(|m| m.alive));
     // The server lets the VM in, then notes it.
     place.until("the VM is not noted", || socket.with_file_name("a.vm").is_file());
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     for args in [&["zone", "invite", "own.zone", "b"][..], &["zone", "rm", "own.zone"]] {
         let said = place.bad(args);
         assert!(said.contains(&format!("a (process {})", vm.0.id())), "{said}");
@@ -311,8 +324,7 @@ fn the_files_of_a_vm_whose_server_died_are_neither_repaired_nor_replaced_nor_its
     place.until("the VM is not noted", || place.room("a.vm").is_some_and(|record| record.exists()));
     // The guest's kernel does this when it mounts.
     Zone::open(place.zone(), true).unwrap().activate(place.member("a").unwrap().id).unwrap();
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     for args in [
         &["fsck", "-y", "own.zone"][..],
         &["mkfs", "--force", "own.zone"],
@@ -340,8 +352,7 @@ fn a_vm_whose_server_died_lives_for_commands_of_other_users_and_environments() {
     place.good(&["files", "snapshot", "own.zone", "image"]);
     let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
     Zone::open(place.zone(), true).unwrap().activate(place.member("a").unwrap().id).unwrap();
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     let before = place.member("a").unwrap();
     let commands = [
         &["files", "fsck", "-y", "own.zone"][..],
@@ -378,8 +389,7 @@ fn a_vm_whose_server_died_lives_for_a_container_that_has_a_boot_of_its_own() {
     let place = Place::new();
     place.good(&["files", "mkfs", "own.zone"]);
     let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     let script = "cat /proc/sys/kernel/random/uuid > boot && mount --bind boot /proc/sys/kernel/random/boot_id && \
                   TOMBOLO_ZONES_RUN=$PWD/other exec \"$@\"";
     for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
@@ -459,8 +469,7 @@ fn a_vm_whose_server_died_lives_also_if_it_can_only_read_or_has_lost_its_doorbel
         if can_write {
             place.until("its doorbell is not gone", || place.member("a").unwrap().doorbell.is_none());
         }
-        kill(place.server().unwrap());
-        place.until("the server lives", || place.server().is_none());
+        place.kill_server();
         lives_for_commands_elsewhere_until_its_process_ends(&place, vm);
     }
 }
@@ -479,8 +488,7 @@ fn a_vm_whose_server_died_lives_also_if_a_mount_in_it_died_after_it_lost_its_doo
     zone.mem().store_u64(4096 + 256 * u64::from(member.id.index()), dead).unwrap();
     drop(zone);
     assert_eq!(place.member("a").unwrap().state, MemberState::Dead);
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     lives_for_commands_elsewhere_until_its_process_ends(&place, vm);
 }
 
@@ -490,8 +498,7 @@ fn a_vm_that_a_server_of_an_earlier_release_has_let_in_lives_after_the_hosts_boo
     let place = Place::new();
     place.good(&["files", "mkfs", "own.zone"]);
     let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     let zone = Zone::open(place.zone(), true).unwrap();
     let id = place.member("a").unwrap().id;
     // The slot's let_in, and the session that the earlier release's server began.
@@ -527,12 +534,7 @@ fn a_vm_of_a_pid_namespace_that_its_server_does_not_see_lives_until_its_process_
     let socket = place.room("a.sock").unwrap();
     place.until("there is no socket", || socket.exists());
     let vm = Vm::without_doorbell(&socket, &place.zone());
-    let pulse = || Zone::open(place.zone(), false).unwrap().pulse().unwrap().0;
-    let mut last = 0;
-    for _ in 0..3 {
-        place.until("the server stands still", || pulse() != last);
-        last = pulse();
-    }
+    place.await_looks();
     let member = place.member("a").unwrap();
     assert_eq!((member.id, member.doorbell), (id, None));
     let system = rustix::system::uname();
@@ -574,12 +576,7 @@ fn a_vm_whose_process_is_hidden_from_its_server_lives_until_that_ends() {
     let mut line = String::new();
     BufReader::new(vm.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "in\n");
-    let pulse = || Zone::open(place.zone(), false).unwrap().pulse().unwrap().0;
-    let mut last = 0;
-    for _ in 0..3 {
-        place.until("the server stands still", || pulse() != last);
-        last = pulse();
-    }
+    place.await_looks();
     let member = place.member("a").unwrap();
     assert!(member.alive && member.doorbell.is_none());
     assert!(!place.run_in("other", &["files", "fsck", "-y", "own.zone"]).status.success());
@@ -601,12 +598,7 @@ fn a_vm_whose_invitation_is_gone_or_can_not_be_read_keeps_its_doorbell_and_its_s
     std::fs::create_dir(&of_b).unwrap();
     std::fs::remove_file(&of_a).unwrap();
     let server = place.server().unwrap();
-    let pulse = || Zone::open(place.zone(), false).unwrap().pulse().unwrap().0;
-    let mut last = 0;
-    for _ in 0..3 {
-        place.until("the server stands still", || pulse() != last);
-        last = pulse();
-    }
+    place.await_looks();
     assert!(a.exists() && b.exists() && place.member("a").unwrap().doorbell.is_some());
     drop(Vm::start(&b));
     // One that ended is not invited any more; the one that can't be read is.
@@ -630,8 +622,7 @@ fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
         zone.activate(place.member(name).unwrap().id).unwrap();
     }
     let [a, b] = vms;
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     drop(a);
     place.until("it is not declared dead", || place.member("a").unwrap().state == MemberState::Dead);
     assert_eq!(place.member("b").unwrap().state, MemberState::Active, "it lives");
@@ -676,8 +667,7 @@ fn a_vm_that_was_let_in_before_the_host_booted_has_ended() {
     let id = place.member("a").unwrap().id;
     let zone = Zone::open(place.zone(), true).unwrap();
     zone.activate(id).unwrap();
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     drop(vm);
     let fsck = || place.run_in("other", &["files", "fsck", "-y", "own.zone"]);
     let said = String::from_utf8(fsck().stderr).unwrap();
@@ -712,8 +702,7 @@ fn vms_that_ended_with_their_host_are_expelled_and_get_other_rights() {
 fn who_is_invited_after_the_server_was_killed_gets_no_socket_of_that_one() {
     let place = Place::new();
     let sockets = ["a", "b"].map(|name| place.invite(name, &[]));
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     place.good(&["zone", "expel", "own.zone", "a"]);
     assert!(sockets[0].exists(), "nobody has removed it");
     place.invite("b", &[]);
@@ -777,8 +766,7 @@ fn a_vm_that_starts_again_at_once_is_not_taken_for_the_one_that_ended() {
 fn vms_of_a_server_whose_output_nobody_reads_wait_for_nothing() {
     let place = Place::new();
     let sockets = ["a", "b", "c"].map(|name| place.invite(name, &[]));
-    kill(place.server().unwrap());
-    place.until("the server lives", || place.server().is_none());
+    place.kill_server();
     let (_reader, writer) = rustix::pipe::pipe().unwrap();
     let room = rustix::pipe::fcntl_getpipe_size(&writer).unwrap();
     std::io::Write::write_all(&mut std::fs::File::from(writer.try_clone().unwrap()), &vec![0; room]).unwrap();

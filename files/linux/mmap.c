@@ -364,11 +364,8 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		ret = err ? fault_error(err) : VM_FAULT_NOPAGE;
 		err = 0;
 	}
-	if (err == -EAGAIN && tfs_frozen(&s->fs)) {
-		/* This begins with a wait for the thaw, which ends the freeze of a suspended member. A fault alone would keep mmap_lock for that long. */
-		queue_work(s->lock_queue, &s->recovery);
+	if (err == -EAGAIN && tfs_frozen(&s->fs))
 		tfs_os_wait(&s->fs, 100);
-	}
 	if (err)
 		ret = fault_error(err);
 	if (write)
@@ -733,7 +730,8 @@ static void look(struct work_struct *work)
 {
 	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, poll);
 	struct tmb_member *me = &s->zone.members[s->fs.member];
-	/* Declared dead though it lives, as when QEMU has loaded a saved state: nobody waits for its mappings, and they may show other files' blocks. */
+	/* This member was declared dead and lives, as after QEMU has loaded a saved state. No other member waits for its mappings, which may show blocks of
+	 * other files. */
 	bool lingering = atomic_read(&s->lingering), expelled = tfs_expelled(&s->fs);
 	LIST_HEAD(seen);
 	struct inode *inode;

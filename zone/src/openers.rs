@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether any process of any user and namespace has a file open or mapped: the kernel grants a read lease (`F_SETLEASE`, fcntl(2)) only on a file that none
-//! has open for writing, and a write lease only on one that none else has open at all.
+//! Tells whether a process of any user and namespace has a file open or mapped, by the kernel's leases (`F_SETLEASE`, fcntl(2)). The kernel grants a read lease
+//! only on a file that no process has open for writing, and a write lease only on one that no other process has open at all.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -66,7 +66,7 @@ pub(crate) fn look(file: &File, access: Access) -> Openers {
     }
 }
 
-/// As [`look`], by what processes have mapped. None is found for sure only by who can look at all processes.
+/// As [`look`], by the maps of processes. Only a process that can look at all others knows for sure that none has the file mapped.
 fn search(file: &File, access: Access) -> Openers {
     match among(&holders(file, access)) {
         Openers::None if !sees_all() => Openers::Unknown,

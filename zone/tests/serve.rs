@@ -13,7 +13,7 @@ use std::time::Duration;
 use tombolo_zone::doorbell::process::Process;
 use tombolo_zone::doorbell::{Bell, wire};
 use tombolo_zone::serve::{Server, room::Room, start};
-use tombolo_zone::{Backing, Member, MemberState, Rights, Role, Zone, ZoneConfig};
+use tombolo_zone::{Backing, Member, MemberId, MemberState, Rights, Role, Zone, ZoneConfig};
 
 const LONG: Duration = Duration::from_secs(300);
 const FOLDER: &str = "TOMBOLO_ZONES_RUN";
@@ -46,6 +46,27 @@ fn serve(path: &Path) -> Receiver<String> {
     let (says, said) = channel();
     std::thread::spawn(move || server.run(&mut |line| drop(says.send(line))));
     said
+}
+
+/// A zone with a server that runs in a thread, and the VM `a` that is invited to it.
+struct Served {
+    zone: Zone,
+    a: MemberId,
+    /// The server's log lines.
+    said: Receiver<String>,
+    socket: PathBuf,
+}
+
+impl Served {
+    fn new(dir: &Path) -> Served {
+        let (path, zone) = created(dir);
+        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        drop(zone);
+        let said = serve(&path);
+        let zone = Zone::open(&path, true).unwrap();
+        let socket = Room::of(zone.uuid()).unwrap().socket("a");
+        Served { zone, a, said, socket }
+    }
 }
 
 /// Waits for the server, which looks once a second.
@@ -110,12 +131,7 @@ fn slots_with_another_vms_name_connect_to_no_socket_and_take_no_vm_its_own() {
 #[test]
 fn a_vm_that_comes_while_its_zone_is_repaired_is_refused_and_can_come_afterwards() {
     apart("a_vm_that_comes_while_its_zone_is_repaired_is_refused_and_can_come_afterwards", |dir| {
-        let (path, zone) = created(dir);
-        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
-        drop(zone);
-        let said = serve(&path);
-        let zone = Zone::open(&path, true).unwrap();
-        let socket = Room::of(zone.uuid()).unwrap().socket("a");
+        let Served { zone, a, said, socket } = Served::new(dir);
         let kept_out = zone.keep_members_out().unwrap();
         let mut refused = UnixStream::connect(&socket).unwrap();
         let mut answer = Vec::new();
@@ -142,12 +158,7 @@ fn a_vm_that_comes_while_its_zone_is_repaired_is_refused_and_can_come_afterwards
 #[test]
 fn a_vm_whose_connection_another_process_has_made_lives_on_when_that_one_ends() {
     apart("a_vm_whose_connection_another_process_has_made_lives_on_when_that_one_ends", |dir| {
-        let (path, zone) = created(dir);
-        let a = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
-        drop(zone);
-        let said = serve(&path);
-        let zone = Zone::open(&path, true).unwrap();
-        let socket = Room::of(zone.uuid()).unwrap().socket("a");
+        let Served { zone, a, said, socket } = Served::new(dir);
         // The first process ends with a line on its input, the second one, which is the VM, with its input.
         let script = "import os,socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.readline() if os.fork() else os.read(3, 1)";
         let mut first = Command::new("sh");

@@ -5,8 +5,8 @@
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -179,7 +179,6 @@ pub struct Joined {
     ringing: Ringing,
     rung: Arc<OwnedFd>,
     inside: bool,
-    unburied: Mutex<Unburied>,
 }
 
 impl Joined {
@@ -230,15 +229,15 @@ impl Joined {
     }
 
     /// Called now and then: declares members dead whose processes have ended, if the zone has no owner, or one that does not do it in time.
-    pub fn reap(&self) -> tombolo_zone::Result<()> {
+    /// `unburied`: what the calls before have found.
+    pub fn reap(&self, unburied: &mut Unburied) -> tombolo_zone::Result<()> {
         if self.inside {
             return Ok(());
         }
         if !self.is_served() {
             self.zone.reap_without_owner()?;
         }
-        let mut unburied = self.unburied.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        self.zone.reap_for_owner(&mut unburied).map(drop)
+        self.zone.reap_for_owner(unburied).map(drop)
     }
 
     /// Returns the descriptor that keeps this membership alive.
@@ -524,14 +523,8 @@ impl Target {
             let _full = rustix::io::write(&ring, &1u64.to_ne_bytes());
         })?;
         let ringing = bell.map_or(Ringing::Nothing, |bell| Ringing::Bell(Arc::new(bell)));
-        let joined = Joined {
-            zone: Arc::clone(zone),
-            membership: Some(membership),
-            ringing,
-            rung,
-            inside: false,
-            unburied: Mutex::default(),
-        };
+        let joined =
+            Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
         Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 
@@ -565,14 +558,8 @@ impl Target {
         let membership = zone.occupy(id)?;
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let ringing = registers.map_or(Ringing::Nothing, |r| Ringing::Registers(Arc::new(r)));
-        let joined = Joined {
-            zone: Arc::clone(zone),
-            membership: Some(membership),
-            ringing,
-            rung,
-            inside: true,
-            unburied: Mutex::default(),
-        };
+        let joined =
+            Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: true };
         Ok((self.area_of(joined.incarnation())?, Some(joined)))
     }
 }

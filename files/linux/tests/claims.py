@@ -334,7 +334,7 @@ def a_header_that_changes_while_its_zone_is_mounted_is_refused_and_the_zone_can_
 
 @claim(1)
 def a_guest_hibernates_only_while_it_uses_no_zone(a):
-    # It has no swap space, so no image is written in either case; but making one begins only where nobody objects.
+    # The guest has no swap space, so its kernel writes no image in either case; but it begins to make one only where nobody objects.
     begun = "dmesg | grep -c 'Preallocating image memory' || true"
     rc, out = a.run("echo disk > /sys/power/state")
     need(rc and "busy" in out and "no hibernation while a zone is in use" in a.ok("dmesg | tail -5"), out)

@@ -322,7 +322,8 @@ impl Server {
         if guest.connections == 0 {
             return self.end_guest(id, say);
         }
-        // Of one that nobody else has, the end is heard at once. No record may say that the VM has ended.
+        // Another process may have the connection, and is the VM then. If none has it, the server hears the connection's end at once. The record of the process that
+        // has ended would say that the VM has ended.
         guest.process = None;
         self.room.forget(&self.name(id))
     }

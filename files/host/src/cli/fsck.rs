@@ -53,20 +53,14 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         target.fill_holes()?;
     }
     let live = target.is_in_use()?;
-    let mut area = target.area()?;
-    let (mut unfinished, mut ahead) = (0, false);
+    let area = target.area()?;
+    let named = || args.zone.display().to_string();
+    let unfinished = if live { 0 } else { fsck::unfinished(&area).with_context(named)? };
+    let finished = if live || args.yes { None } else { fsck::finished(&area) };
     let report = {
         let mut meter = Meter::new(json);
-        let named = || args.zone.display().to_string();
-        if !live {
-            unfinished = fsck::unfinished(&area).with_context(named)?;
-        }
-        if !live && !args.yes {
-            let finished = fsck::finished(&area);
-            ahead = finished.is_some();
-            area = finished.unwrap_or(area);
-        }
-        fsck::check(&area, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
+        let checked = finished.as_ref().unwrap_or(&area);
+        fsck::check(checked, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
             .with_context(named)?
     };
     if args.yes {
@@ -93,7 +87,7 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         println!("{}: {}{done}", args.zone.display(), shown(&problem.text));
     }
     if unfinished > 0 {
-        let then = match (args.yes, ahead) {
+        let then = match (args.yes, finished.is_some()) {
             (true, _) => "",
             (_, true) => " by the next mount; checked as it will be then",
             (_, false) => {

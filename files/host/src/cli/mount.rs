@@ -14,6 +14,7 @@ use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::pipe::PipeFlags;
 use serde_json::json;
+use tombolo_zone::Unburied;
 
 use super::{LOST, open_error};
 use crate::fs::Filesystem;
@@ -312,7 +313,7 @@ fn serve(
         };
         name.spawn(recover).context("starting threads")?
     };
-    let (mut stop, mut reaped) = (false, Instant::now());
+    let (mut stop, mut reaped, mut unburied) = (false, Instant::now(), Unburied::default());
     while !stop {
         let mut fds = vec![PollFd::new(signals, PollFlags::IN)];
         fds.extend([&ended_read, &*over].map(|ended| PollFd::new(ended, PollFlags::IN)));
@@ -327,7 +328,7 @@ fn serve(
             if reaped.elapsed().as_secs() >= REAP.tv_sec.unsigned_abs() {
                 reaped = Instant::now();
                 // The next look tries again.
-                let _ = joined.reap();
+                let _ = joined.reap(&mut unburied);
             }
             let pending = server.fs.take_pending(|| joined.take_pending())?;
             // A member's death releases locks, too.

@@ -64,7 +64,7 @@ pub(super) fn remove_if_dead(path: &Path) -> io::Result<bool> {
     let file = match file {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(true),
-        // Whoever it belongs to, it can't be known to be dead.
+        // A file that this user may not open may be a living run's.
         Err(_) => return Ok(false),
     };
     if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -73,7 +73,7 @@ pub(super) fn remove_if_dead(path: &Path) -> io::Result<bool> {
     remove(path)
 }
 
-/// By the clock of whoever made it: one of the future is not old.
+/// The other run's host may have set the time by another clock. An entry whose time is in the future is not old.
 fn is_old(meta: &fs::Metadata) -> bool {
     let made = SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(meta.ctime()).unwrap_or(0));
     SystemTime::now().duration_since(made).is_ok_and(|age| age > AT_ONCE)
