@@ -154,11 +154,10 @@ accelerators = {{ cl = {{ weight = 25, channels = 1 }} }}
     wait_until("both clients", || {
         accelerator(&lab)["vms"].as_array().unwrap().iter().all(|vm| vm["clients"] == 1)
     });
-    let table = lab.good(&["ps"]);
-    assert!(
-        table.lines().any(|l| l.starts_with("cl ") && l.contains("serving") && l.ends_with("there")),
-        "{table}"
-    );
+    wait_until("its line", || {
+        let table = lab.good(&["ps"]);
+        table.lines().any(|l| l.starts_with("cl ") && l.contains("serving") && l.ends_with("there"))
+    });
     let pid = accelerator(&lab)["pid"].clone();
     let servers: Value = serde_json::from_str(&lab.good(&["accel", "ls", "--json"])).unwrap();
     let server = servers.as_array().unwrap().iter().find(|s| s["pid"] == pid).expect("it is listed");

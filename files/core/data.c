@@ -10,21 +10,23 @@
 #define FEW (2 * FALLOC_STEP >> TFS_BLOCK_SHIFT) /* for so many blocks the area's free blocks are not counted */
 #define LARGE_FBLOCK 16u /* a file that grows past 64 KiB gets a chunk */
 
-static int map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static inline int map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
-	int err = tfs_is(inode, h) ? 0 : -ESTALE;
+	tmb_u64 stamp = 0; /* no inode's */
 
 	/* Without a pin, nodes may be freed and used again during the walk. */
-	for (tmb_u32 tries = 0; !err && tries < TFS_READ_TRIES; tries++) {
-		tmb_u64 stamp = tfs_stamp_of(inode), root = tmb_load_acquire(&inode->root);
+	for (tmb_u32 tries = 0; tries <= TFS_READ_TRIES; tries++) {
+		tmb_u64 root = tmb_load_acquire(&inode->root), before = stamp;
 
+		if (!tfs_is(inode, h))
+			return tfs_refuse(fs, h, inode);
 		if (!tfs_tree_look(fs, root, fblock, count, run))
 			return 0;
-		if (tfs_stamp_of(inode) == stamp)
+		stamp = tfs_stamp_of(inode);
+		if (stamp == before)
 			return tfs_damage(fs, "tree entry out of range", root, fblock);
-		err = tfs_is(inode, h) ? 0 : -ESTALE;
 	}
-	return err ? err : -EBUSY;
+	return -EBUSY;
 }
 
 int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
@@ -315,9 +317,9 @@ int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 
 /* --- whole calls ------------------------------------------------------------------------------------------------------ */
 
-/* Called after a copy of n bytes from 'at' on, before tfs_look_end: returns how many of them were the file's. A removal first stores the new size, and
+/* Called after a copy of n bytes from 'at' on, before the unpin: returns how many of them were the file's. A removal first stores the new size, and
  * where it has unlinked blocks a reader finds a hole. -ESTALE: the inode was freed; -ESHUTDOWN: others do not wait for this member's readers. */
-static tmb_s64 still_there(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
+static inline tmb_s64 still_there(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
 {
 	tmb_u64 size;
 
@@ -337,50 +339,63 @@ tmb_s64 tfs_still_there(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64
 	return inode ? still_there(fs, inode, h, at, n) : -ESTALE;
 }
 
+tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 n, struct tfs_look *look)
+{
+	tmb_u64 skip = at & (TFS_BLOCK - 1), size, left;
+	int err;
+
+	look->h = h;
+	look->inode = tfs_inode(fs, h.ino);
+	if (!look->inode || !tfs_in_reach(fs, h))
+		return tfs_refuse(fs, h, look->inode);
+	tfs_keep(fs, look);
+	size = TFS_MIN(tmb_load_acquire(&look->inode->size), TFS_MAX_SIZE);
+	left = at < size ? TFS_MIN(n, size - at) : 0;
+	if (left)
+		err = map_inode(fs, look->inode, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(skip + left), &look->run);
+	else
+		err = tfs_live_inode(fs, h, &look->inode);
+	if (!err && left)
+		return (tmb_s64)TFS_MIN(left, (look->run.count << TFS_BLOCK_SHIFT) - skip);
+	tfs_unpin(fs, look->pin);
+	return err;
+}
+
+tmb_s64 tfs_look_end(struct tfs *fs, const struct tfs_look *look, tmb_u64 at, tmb_u64 n)
+{
+	tmb_s64 there = still_there(fs, look->inode, look->h, at, n);
+
+	return tfs_kept(fs, look) ? there : -EAGAIN;
+}
+
 tmb_s64 tfs_pread(struct tfs *fs, struct tfs_handle h, void *buf, tmb_u64 len, tmb_u64 offset)
 {
-	tmb_u64 size, done = 0;
+	tmb_u64 done = 0;
 	tmb_u32 tries = 0;
-	struct tfs_inode *inode;
-	int gone = tfs_live_inode(fs, h, &inode);
+	tmb_s64 there = 0;
 
-	if (gone)
-		return gone;
-	size = TFS_MIN(tmb_load_acquire(&inode->size), TFS_MAX_SIZE);
-	if (!tfs_is(inode, h))
-		return -ESTALE;
-	if (offset >= size)
-		return 0;
-	len = TFS_MIN(len, size - offset);
 	while (done < len) {
-		tmb_u64 at = offset + done, in_block = at & (TFS_BLOCK - 1), n;
-		struct tfs_look look = tfs_look_begin(fs, h.ino);
-		struct tfs_run run;
-		tmb_s64 there;
-		int err = map_inode(fs, inode, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + len - done), &run);
+		tmb_u64 at = offset + done;
+		struct tfs_look look;
+		tmb_s64 n = there = tfs_look_begin(fs, h, at, len - done, &look);
 
-		if (err) {
-			tfs_look_end(fs, &look);
-			return done ? (tmb_s64)done : err;
-		}
-		n = TFS_MIN(len - done, (run.count << TFS_BLOCK_SHIFT) - in_block);
-		if (run.block)
-			memcpy((tmb_u8 *)buf + done, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n);
+		if (n <= 0)
+			break;
+		if (look.run.block)
+			memcpy((tmb_u8 *)buf + done, (tmb_u8 *)tfs_block(fs, look.run.block) + (at & (TFS_BLOCK - 1)), (size_t)n);
 		else
-			memset((tmb_u8 *)buf + done, 0, n);
-		there = still_there(fs, inode, h, at, n);
-		if (!tfs_look_end(fs, &look)) {
-			if (++tries > TFS_READ_TRIES)
-				return done ? (tmb_s64)done : -EBUSY;
+			memset((tmb_u8 *)buf + done, 0, (size_t)n);
+		there = tfs_look_end(fs, &look, at, (tmb_u64)n);
+		if (there == -EAGAIN && ++tries <= TFS_READ_TRIES)
 			continue;
-		}
-		if (there < 0)
-			return done ? (tmb_s64)done : there;
-		done += (tmb_u64)there;
-		if ((tmb_u64)there < n)
+		if (there == -EAGAIN)
+			there = -EBUSY;
+		if (there > 0)
+			done += (tmb_u64)there;
+		if (there < n)
 			break;
 	}
-	return (tmb_s64)done;
+	return done ? (tmb_s64)done : there;
 }
 
 tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64 len, tmb_u64 *offset, bool append, bool kill_suid, tmb_s64 now)

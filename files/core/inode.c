@@ -22,6 +22,13 @@ struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
+int tfs_refuse(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
+{
+	if (!inode)
+		return tfs_damage(fs, "inode number out of range", h.ino, 0);
+	return tfs_expelled(fs) ? -ESHUTDOWN : -ESTALE;
+}
+
 /* The count is durable before any new record is claimed: a recovery looks at no more records than it says. */
 static void set_inodes(struct tfs *fs, tmb_u64 n)
 {

@@ -4,7 +4,7 @@
  *
  * Two kinds of members may still look at a block that nothing refers to:
  * - Readers, which copy without a lock. A reader pins the inode (tfs_pin) before it looks the block up. A member that may not write can't store a pin:
- * it compares the inode's stamp (tfs_read_stamp) before and after its copy. So does a reader that found no free pin.
+ * it compares the inode's stamp (tfs_stamp_of) before and after its copy. So does a reader that found no free pin.
  * - Mappers: members with their bit in the inode's 'mappers'. A removal asks them to revoke their mappings (TMB_PENDING_REVOKE).
  * Either may be suspended. So a removal waits READERS_NS for readers and TFS_REVOKE_LIMIT_NS for mappers. A member that exceeds the limit is not waited
  * for again until it has checked its readers and mappings.
@@ -31,7 +31,7 @@
 #define READER_ROUNDS 64u /* some 20 ms */
 #define KEEPING_NS (200ULL * 1000 * 1000) /* for a member that can't revoke all: its worker looks every 50 ms, then gives way for as long */
 
-/* --- pins and stamps ------------------------------------------------------------------------------------------ */
+/* --- pins ------------------------------------------------------------------------------------------ */
 
 tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino)
 {
@@ -57,14 +57,7 @@ tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino)
 void tfs_unpin(struct tfs *fs, tmb_u32 pin)
 {
 	if (pin < TFS_PINS)
-		tmb_store_release(&tfs_member_area(fs, fs->member)->pins[pin].ino, 0);
-}
-
-tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino)
-{
-	struct tfs_inode *inode = tfs_inode(fs, ino);
-
-	return inode ? tfs_stamp_of(inode) : 0;
+		tfs_end_pin(fs, pin);
 }
 
 /* Stores in 'slots' (bit per pin of each member) the pins of the inode. Returns a bit per member that has any. */

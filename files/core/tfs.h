@@ -244,31 +244,7 @@ int tfs_readlink(struct tfs *fs, struct tfs_handle h, char *buf, tmb_u32 size);
  */
 tmb_u32 tfs_pin(struct tfs *fs, tmb_u64 ino);
 void tfs_unpin(struct tfs *fs, tmb_u32 pin);
-/* Equal before tfs_map and after a copy: no block was unlinked in between. */
-tmb_u64 tfs_read_stamp(struct tfs *fs, tmb_u64 ino);
-/* Surrounds tfs_map and the copy of every read without a lock: a pin, or, without a pin, a stamp. */
-struct tfs_look {
-	tmb_u64 ino, stamp;
-	tmb_u32 pin;
-};
-static inline struct tfs_look tfs_look_begin(struct tfs *fs, tmb_u64 ino)
-{
-	struct tfs_look look = {.ino = ino, .pin = tfs_pin(fs, ino)};
-
-	if (look.pin == TFS_PINS)
-		look.stamp = tfs_read_stamp(fs, ino);
-	return look;
-}
-/* False: the copy may hold another file's bytes; look again, at most TFS_READ_TRIES times. */
-static inline bool tfs_look_end(struct tfs *fs, const struct tfs_look *look)
-{
-	if (look->pin == TFS_PINS)
-		return tfs_read_stamp(fs, look->ino) == look->stamp;
-	tfs_unpin(fs, look->pin);
-	return true;
-}
-#define TFS_READ_TRIES 1000u
-/* Between these two, after a copy of n bytes from file offset 'at' on: returns how many of them were the file's, as it may have been cut since the caller
+/* Under a pin, after a copy of n bytes from file offset 'at' on: returns how many of them were the file's, as it may have been cut since the caller
  * loaded its size. -ESTALE, -ESHUTDOWN. */
 tmb_s64 tfs_still_there(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 n);
 
@@ -276,6 +252,24 @@ struct tfs_run {
 	tmb_u64 block; /* first block of the area, 0: hole */
 	tmb_u64 count; /* blocks, >= 1, as many as asked at most */
 };
+
+/* A step of a read without a lock. */
+struct tfs_look {
+	struct tfs_run run;
+	/* of the core */
+	struct tfs_handle h;
+	struct tfs_inode *inode;
+	tmb_u64 stamp;
+	tmb_u32 pin;
+};
+/* Finds where the file's bytes from 'at' on lie, n of them at most: look->run begins with the block of 'at'. Returns how many bytes the caller may copy from
+ * it; 0: the file ends there. If not 0, tfs_look_end follows. -ESTALE, -ESHUTDOWN, -EUCLEAN, -EBUSY. */
+tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 n, struct tfs_look *look);
+/* After a copy of n bytes: returns how many of them were the file's, which another member may have cut meanwhile. -EAGAIN: the copy may hold another file's
+ * bytes; look again, at most TFS_READ_TRIES times. -ESTALE, -ESHUTDOWN. */
+tmb_s64 tfs_look_end(struct tfs *fs, const struct tfs_look *look, tmb_u64 at, tmb_u64 n);
+#define TFS_READ_TRIES 1000u
+
 /* Gives the run at file block 'fblock': contiguous blocks, or a hole. Does not look at the size. */
 int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run);
 /* Address of a block; tfs_map has checked 0 <= block < fs->blocks. */

@@ -368,18 +368,16 @@ static inline bool tfs_in_reach(struct tfs *fs, struct tfs_handle h)
 {
 	return h.ino != TFS_ROOT_INO || fs->root.ino == TFS_ROOT_INO;
 }
-static inline int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out) /* -ESTALE, -EUCLEAN */
+int tfs_refuse(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode); /* why there is no live inode */
+static inline int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out) /* -ESTALE, -EUCLEAN, -ESHUTDOWN */
 {
-	*out = tfs_inode(fs, h.ino);
-	if (!*out)
-		return tfs_damage(fs, "inode number out of range", h.ino, 0);
-	if (tfs_expelled(fs))
-		return -ESHUTDOWN;
-	if (!tfs_in_reach(fs, h))
-		return -ESTALE;
-	return tfs_is(*out, h) ? 0 : -ESTALE;
+	struct tfs_inode *inode = *out = tfs_inode(fs, h.ino);
+
+	if (__builtin_expect(inode && !tfs_expelled(fs) && tfs_in_reach(fs, h) && tfs_is(inode, h), 1))
+		return 0;
+	return tfs_refuse(fs, h, inode);
 }
-/* tfs_read_stamp of this inode. */
+/* Equal before a walk of the inode's blocks and after a copy of them: none was unlinked in between. */
 static inline tmb_u64 tfs_stamp_of(struct tfs_inode *inode)
 {
 	tmb_u64 state;
@@ -388,6 +386,25 @@ static inline tmb_u64 tfs_stamp_of(struct tfs_inode *inode)
 	state = tmb_load_acquire(&inode->state_gen);
 	/* The generation grows when the inode is freed, the state differs while it is being freed, and map_seq grows when blocks are unlinked. */
 	return (state & ~0xffffffffULL) | (state & 0xff) << 24 | (tmb_load_acquire(&inode->map_seq) & 0xffffff);
+}
+/* Surround a walk of the inode's blocks and the copy of them, without a lock: by a pin, or, without one, by stamps. */
+static inline void tfs_keep(struct tfs *fs, struct tfs_look *look)
+{
+	look->pin = tfs_pin(fs, look->h.ino);
+	if (look->pin == TFS_PINS)
+		look->stamp = tfs_stamp_of(look->inode);
+}
+static inline void tfs_end_pin(struct tfs *fs, tmb_u32 pin) /* pin < TFS_PINS */
+{
+	tmb_store_release(&tfs_member_area(fs, fs->member)->pins[pin].ino, 0);
+}
+/* False: the copy may hold another file's bytes. */
+static inline bool tfs_kept(struct tfs *fs, const struct tfs_look *look)
+{
+	if (look->pin == TFS_PINS)
+		return tfs_stamp_of(look->inode) == look->stamp;
+	tfs_end_pin(fs, look->pin);
+	return true;
 }
 /* Claims a record, state NEW, and names it in the transaction as number 'index'. -EAGAIN: another member keeps the lock of the inode table, which must
  * grow; the caller ends the transaction, calls tfs_await_table, and begins again. */

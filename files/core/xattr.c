@@ -66,13 +66,16 @@ static int copy_image(struct tfs *fs, tmb_u64 root, tmb_u8 *image, tmb_u32 bytes
  * meanwhile. */
 static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
 {
-	struct tfs_look look = tfs_look_begin(fs, h.ino);
-	tmb_u64 root = tmb_load_acquire(&inode->xattr_root);
-	tmb_u32 bytes = sizeof(struct tfs_xattr_image);
-	int err = root ? image_bytes(fs, root, &bytes) : 0;
+	struct tfs_look look = {.h = h, .inode = inode};
 	struct tfs_xattr_image *head;
+	tmb_u32 bytes = sizeof(*head);
+	tmb_u64 root;
+	int err;
 
-	if (!tfs_look_end(fs, &look))
+	tfs_keep(fs, &look);
+	root = tmb_load_acquire(&inode->xattr_root);
+	err = root ? image_bytes(fs, root, &bytes) : 0;
+	if (!tfs_kept(fs, &look))
 		return -EAGAIN;
 	if (err)
 		return tfs_is(inode, h) ? tfs_damage(fs, "attribute image size", h.ino, bytes) : -ESTALE;
@@ -80,14 +83,14 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 	head = tfs_os_alloc(bytes + room + 8);
 	if (!head)
 		return -ENOMEM;
-	look = tfs_look_begin(fs, h.ino);
+	tfs_keep(fs, &look);
 	if (tmb_load_acquire(&inode->xattr_root) != root)
 		err = -EAGAIN;
 	else if (root)
 		err = copy_image(fs, root, (tmb_u8 *)head, bytes);
 	else
 		head->bytes = bytes;
-	if (!tfs_look_end(fs, &look))
+	if (!tfs_kept(fs, &look))
 		err = -EAGAIN;
 	if (!err && (head->bytes != bytes || tfs_xattr_image_ok(head, bytes)))
 		err = -EUCLEAN;

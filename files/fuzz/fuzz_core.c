@@ -296,21 +296,23 @@ static void write_in_steps(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, 
 	tfs_unlock_inode(fs, h.ino);
 }
 
-/* A read, as the kernel does it: pin, map, copy. */
+/* A read, as the kernel does it. */
 static void read_pinned(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count)
 {
-	tmb_u32 pin = tfs_pin(fs, h.ino);
-	struct tfs_run run;
+	tmb_u64 at = fblock << TFS_BLOCK_SHIFT;
+	struct tfs_look look;
+	tmb_s64 n = tfs_look_begin(fs, h, at, count << TFS_BLOCK_SHIFT, &look);
 
-	if (!tfs_map(fs, h, fblock, count, &run)) {
-		if (!run.count || run.count > count)
-			abort();
-		if (run.block) {
-			fuzz_sink ^= *(tmb_u8 *)tfs_block(fs, run.block);
-			fuzz_sink ^= *((tmb_u8 *)tfs_block(fs, run.block + run.count) - 1);
-		}
+	if (n <= 0)
+		return;
+	if (!look.run.count || look.run.count > count || (tmb_u64)n > look.run.count << TFS_BLOCK_SHIFT)
+		abort();
+	if (look.run.block) {
+		fuzz_sink ^= *(tmb_u8 *)tfs_block(fs, look.run.block);
+		fuzz_sink ^= *((tmb_u8 *)tfs_block(fs, look.run.block + look.run.count) - 1);
 	}
-	tfs_unpin(fs, pin);
+	if (tfs_look_end(fs, &look, at, (tmb_u64)n) > n)
+		abort();
 }
 
 static void locks(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 len)

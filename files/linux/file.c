@@ -47,27 +47,18 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 	int err = 0;
 
 	while (iov_iter_count(to)) {
-		struct tfs_run run;
-		struct tfs_look look = tfs_look_begin(fs, inode->i_ino);
-		size_t skip = pos & (TFS_BLOCK - 1), n, done;
-		u64 size = tfs_size(fs, tmb_h(inode));
-		s64 there;
+		struct tfs_look look;
+		size_t skip = pos & (TFS_BLOCK - 1), done;
+		size_t most = min_t(size_t, iov_iter_count(to), TMB_COPY_BLOCKS * TFS_BLOCK - skip);
+		s64 n = tfs_look_begin(fs, tmb_h(inode), pos, most, &look), there;
 
-		if (pos >= size) {
-			tfs_look_end(fs, &look);
+		if (n <= 0) {
+			err = n;
 			break;
 		}
-		n = min_t(u64, iov_iter_count(to), size - pos);
-		n = min_t(size_t, n, TMB_COPY_BLOCKS * TFS_BLOCK - skip);
-		err = tfs_map(fs, tmb_h(inode), pos >> TFS_BLOCK_SHIFT, (skip + n + TFS_BLOCK - 1) >> TFS_BLOCK_SHIFT, &run);
-		if (err) {
-			tfs_look_end(fs, &look);
-			break;
-		}
-		n = min_t(u64, n, (run.count << TFS_BLOCK_SHIFT) - skip);
-		done = copy_out(fs, &run, skip, n, to);
-		there = tfs_still_there(fs, tmb_h(inode), pos, done);
-		if (!tfs_look_end(fs, &look)) {
+		done = copy_out(fs, &look.run, skip, n, to);
+		there = tfs_look_end(fs, &look, pos, done);
+		if (there == -EAGAIN) {
 			iov_iter_revert(to, done);
 			if (++tries > TFS_READ_TRIES) {
 				err = -EBUSY;
