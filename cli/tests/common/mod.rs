@@ -53,7 +53,8 @@ impl Lab {
     /// What `ps` tells as soon as no accelerator's server waits for a CPU: `ps` itself gives such a server 300 ms.
     pub fn ps(&self) -> serde_json::Value {
         for _ in 0..100 {
-            let ps: serde_json::Value = serde_json::from_str(&self.good(&["ps", "--json", "--wait", "300"])).unwrap();
+            let ps: serde_json::Value =
+                serde_json::from_str(&self.good(&["ps", "--json", "--wait", "300"])).unwrap();
             let servers = ps["accelerators"].as_array();
             let waits = |server: &serde_json::Value| server["state"] == "waits for a CPU of this busy host";
             if !servers.is_some_and(|servers| servers.iter().any(waits)) {
