@@ -31,10 +31,9 @@ static inline int map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_
 
 int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
-	struct tfs_inode *inode;
-	int err = tfs_live_inode(fs, h, &inode);
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return err ? err : map_inode(fs, inode, h, fblock, count, run);
+	return inode && tfs_in_reach(fs, h) && !tfs_expelled(fs) ? map_inode(fs, inode, h, fblock, count, run) : tfs_refuse(fs, h, inode);
 }
 
 /* As tfs_tree_map, for a caller that walks a whole file. Bounded: a file has no more runs than the area has blocks, and holes between

@@ -42,7 +42,7 @@ static void set_inodes(struct tfs *fs, tmb_u64 n)
 static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 {
 	struct tfs_super *sb = tfs_sb(fs);
-	tmb_u64 had, taken = 0;
+	tmb_u64 had, most = tfs_most_inodes(fs), taken = 0;
 	int err;
 
 	tfs_tx_inode(fs, slot, TFS_TX_INODES - 1, TFS_TX_ITABLE);
@@ -53,7 +53,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 	if (had == seen) { /* else another member has grown it */
 		struct tfs_run run, there;
 
-		err = tfs_alloc(fs, 0, GROW_BLOCKS, &run);
+		err = had < most ? tfs_alloc(fs, 0, TFS_MIN(GROW_BLOCKS, (most - had) / TFS_INODES_PER_BLOCK), &run) : -ENOSPC;
 		/* A member that died between linking and counting left blocks there. */
 		if (!err)
 			err = tfs_tree_map(fs, tmb_load(&sb->itable_root), had / TFS_INODES_PER_BLOCK, run.count, &there);
@@ -134,6 +134,8 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 
 int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle *made, struct tfs_inode **out)
 {
+	bool grows = true;
+
 	for (tmb_u32 tries = 0; tries < 1000; tries++) {
 		tmb_u64 inodes = tfs_table_inodes(fs);
 		struct tfs_inode *inode;
@@ -141,7 +143,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 
 		made->ino = search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
 		/* If an eighth of the table is free, the whole table is searched before it grows: else every run of live inodes would make it grow. */
-		if (!made->ino && !table_is_full(fs, inodes))
+		if (!made->ino && (!grows || !table_is_full(fs, inodes)))
 			made->ino = search(fs, inodes, inodes, &inode);
 		if (made->ino) {
 			tfs_tx_inode(fs, slot, index, made->ino);
@@ -164,8 +166,9 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 		}
 		tmb_store(&fs->inode_cursor, inodes); /* the new records */
 		err = grow_table(fs, slot, inodes);
-		if (err)
+		if (err && (err != -ENOSPC || !grows))
 			return err;
+		grows = !err;
 	}
 	return -ENOSPC;
 }

@@ -237,13 +237,14 @@ void tfs_close(struct tfs *fs)
 
 void tfs_statfs(struct tfs *fs, struct tfs_statfs *out)
 {
-	tmb_u64 table = tfs_table_inodes(fs);
+	tmb_u64 table = tfs_table_inodes(fs), most = tfs_most_inodes(fs);
 	tmb_u64 used = 1 + tfs_inodes_used(fs);
 
 	out->blocks = fs->blocks - fs->data_start;
 	out->blocks_free = tfs_count_free(fs);
 	/* The table grows while there are free blocks. */
-	out->inodes = table + out->blocks_free * TFS_INODES_PER_BLOCK;
+	table += table < most ? TFS_MIN(out->blocks_free * TFS_INODES_PER_BLOCK, most - table) : 0;
+	out->inodes = table ? table - 1 : 0; /* no inode has the number 0 */
 	out->inodes_free = used > out->inodes ? 0 : out->inodes - used;
 	tfs_statfs_account(fs, out);
 }

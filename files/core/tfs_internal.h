@@ -176,6 +176,11 @@ int tfs_tree_walk(struct tfs *fs, tmb_u64 root, tfs_visit visit, void *ctx, tmb_
  * at a block whose byte is not 'from': a block that two trees refer to, or one twice, is not freed twice. */
 int tfs_tree_mark(struct tfs *fs, tmb_u64 root, tmb_u8 from, tmb_u8 to);
 
+/* The inode table never shrinks. It may take a quarter of the blocks, so that many empty files leave room for data once they are removed. */
+static inline tmb_u64 tfs_most_inodes(struct tfs *fs)
+{
+	return (fs->blocks - fs->data_start) / 4 * TFS_INODES_PER_BLOCK;
+}
 /* Returns the number of inodes in the table: the super block's count, bounded by the table's size. */
 static inline tmb_u64 tfs_table_inodes(struct tfs *fs)
 {

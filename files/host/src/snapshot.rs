@@ -138,7 +138,7 @@ fn copy_frozen(fs: &Filesystem, to: &File, longest: Duration, progress: Progress
         drop(tell);
         if watch.join().unwrap_or(true) {
             bail!(
-                "nothing of the image could be written for {} s, and the members of the zone waited for it; they go on now. Write it to a disk that answers, and to no directory that is served out of this zone",
+                "nothing of the image was written for {} s, and the members of the zone waited for it; they go on now. Write it to a disk that answers, to no directory that is served out of this zone, and do not suspend this command",
                 longest.as_secs_f64()
             );
         }
