@@ -77,14 +77,12 @@ static bool fresh(struct inode *inode)
 	return same;
 }
 
-/* Renews the copies. -ESTALE: the file is gone; -EUCLEAN: the zone is damaged. Safe under RCU. */
-int tmb_refresh(struct inode *inode)
+/* Not inlined: copies that are fresh need no room for others on the stack. */
+static noinline int load(struct inode *inode)
 {
 	struct tfs_attr a;
 	int err;
 
-	if (fresh(inode))
-		return 0;
 	spin_lock(&inode->i_lock);
 	err = tfs_getattr(tmb_fs(inode), tmb_h(inode), &a);
 	if (!err && (a.mode ^ inode->i_mode) & S_IFMT) {
@@ -95,6 +93,12 @@ int tmb_refresh(struct inode *inode)
 		apply(inode, &a);
 	spin_unlock(&inode->i_lock);
 	return err;
+}
+
+/* Renews the copies. -ESTALE: the file is gone; -EUCLEAN: the zone is damaged. Safe under RCU. */
+int tmb_refresh(struct inode *inode)
+{
+	return fresh(inode) ? 0 : load(inode);
 }
 
 /* Renews the copy of the size alone, which is less work. The caller may hold the core's lock of the inode. */
