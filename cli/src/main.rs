@@ -125,7 +125,7 @@ enum NetCommand {
 fn main() -> ExitCode {
     tombolo_vm::child::stay_tied();
     completion::answer();
-    tombolo_program::end_quietly_on_a_closed_pipe();
+    tombolo_program::end_where_no_output_is_possible();
     tombolo_program::begin_as_usual();
     let words: Vec<_> = std::env::args_os().collect();
     if let Some(error) = external::help(&words) {

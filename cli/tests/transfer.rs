@@ -20,6 +20,23 @@ fn counts(text: &str) -> [u64; 3] {
 }
 
 #[test]
+fn a_files_command_whose_output_takes_nothing_names_the_cause() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    good(dir, &["zone", "create", "own.zone", "--size", "16M"]);
+    good(dir, &["files", "mkfs", "own.zone"]);
+    for args in [&["files", "df", "own.zone"][..], &["files", "snapshot", "own.zone", "image"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let output = command.args(args).current_dir(dir).stdout(full).stderr(Stdio::piped()).spawn().unwrap();
+        let output = output.wait_with_output().unwrap();
+        let words = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {words}");
+        assert_eq!(words, "tombolo: the output can't be written: No space left on device (os error 28)\n");
+    }
+}
+
+#[test]
 fn a_directory_comes_back_from_a_zone_as_it_was_and_what_is_equal_is_not_copied_again() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();

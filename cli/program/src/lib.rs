@@ -2,7 +2,7 @@
 //! The first and last steps of `tombolo` and of the programs that it executes for some of its commands: completion, manual pages, the
 //! message of an error, and the end when the reader of the output has gone.
 
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::ExitCode;
@@ -21,7 +21,7 @@ pub const EXECUTED_BY: &str = "TOMBOLO_PROGRAM";
 /// The `main` of a program that `tombolo` executes: answers a shell's completion script, or parses the arguments and calls `act`.
 pub fn run<Arguments: Parser>(act: impl FnOnce(Arguments) -> anyhow::Result<ExitCode>) -> ExitCode {
     clap_complete::CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
-    end_quietly_on_a_closed_pipe();
+    end_where_no_output_is_possible();
     begin_as_usual();
     end(act(Arguments::parse()), |error| eprintln!("tombolo: {error:#}"))
 }
@@ -59,15 +59,19 @@ fn reader_has_gone(output: &impl AsFd) -> bool {
     polled.is_ok() && watched[0].revents().intersects(PollFlags::ERR | PollFlags::HUP)
 }
 
-/// `println!` panics if the reader of the standard output has gone. This makes such a panic end the program as a broken pipe does.
-pub fn end_quietly_on_a_closed_pipe() {
+/// `println!` panics if the standard output can't be written. This makes such a panic end the program: quietly if the output's reader has gone, as a
+/// broken pipe does, else with the error.
+pub fn end_where_no_output_is_possible() {
     let others = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let words = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
-        if words.starts_with("failed printing to stdout") && words.contains("Broken pipe") {
+        let Some(why) = words.strip_prefix("failed printing to stdout: ") else { return others(panic) };
+        if why.contains("Broken pipe") {
             std::process::exit(0);
         }
-        others(panic);
+        // It may be on the same full disk.
+        let _ = writeln!(io::stderr(), "tombolo: the output can't be written: {why}");
+        std::process::exit(1);
     }));
 }
 
