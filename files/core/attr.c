@@ -58,6 +58,7 @@ static tmb_u64 new_mode(tmb_u64 mode, tmb_u32 what, const struct tfs_attr *attr)
 
 int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr, const struct tfs_attr *checked)
 {
+	struct tfs_xattr_change acl = {0};
 	struct tfs_inode *inode;
 	tmb_u32 slot;
 	int err = tfs_tx_begin_on(fs, h, &slot, &inode);
@@ -65,11 +66,14 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 	if (err)
 		return err;
 	if (!tfs_is_checked(inode, checked)) {
-		tfs_tx_drop(fs, slot);
-		tfs_unlock(fs, &inode->lock);
-		return -EAGAIN;
+		err = -EAGAIN;
+		goto unlock;
 	}
 	tfs_tx_inode(fs, slot, 0, h.ino);
+	if (what & TFS_SET_MODE)
+		err = tfs_acl_chmod(fs, h, inode, slot, attr->mode, &acl);
+	if (err)
+		goto unlock;
 	/* chown clears S_ISUID: both changes happen or neither. */
 	if (what & (TFS_SET_MODE | TFS_KILL_SET_ID | TFS_KILL_SGID))
 		tfs_tx_word(fs, slot, &inode->mode, new_mode(tmb_load(&inode->mode), what, attr));
@@ -91,9 +95,11 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 		tmb_store(&inode->mtime, attr->mtime);
 	tfs_changed(inode, what & TFS_SET_CTIME ? attr->ctime : tfs_os_now(), false);
 	tfs_persist(fs, &inode->atime, sizeof(inode->atime) * 4);
+	tfs_xattr_changed(fs, h, inode, &acl);
+unlock:
 	tfs_tx_end(fs, slot);
 	tfs_unlock(fs, &inode->lock);
-	return 0;
+	return err;
 }
 
 int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now)

@@ -345,7 +345,8 @@ tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 
 
 	look->h = h;
 	look->inode = tfs_inode(fs, h.ino);
-	if (!look->inode || !tfs_in_reach(fs, h))
+	/* A pin of an expelled member would be its slot's next member's, and would not keep what is copied from being another file's. */
+	if (!look->inode || tfs_expelled(fs) || !tfs_in_reach(fs, h))
 		return tfs_refuse(fs, h, look->inode);
 	tfs_keep(fs, look);
 	size = TFS_MIN(tmb_load_acquire(&look->inode->size), TFS_MAX_SIZE);

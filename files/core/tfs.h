@@ -161,7 +161,7 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before);
 #define TFS_KILL_SET_ID 256u /* clears S_ISUID, and S_ISGID of what its group may execute, as it is then; not with TFS_SET_MODE */
 #define TFS_KILL_SGID 512u   /* clears S_ISGID in any case */
 /* checked: the attributes by which the caller checked its right to the change; NULL: it needs none. -EAGAIN: the inode has another owner or other flags
- * by now, and is not changed; the caller checks again. */
+ * by now, and is not changed; the caller checks again. TFS_SET_MODE changes the access ACL, too, so that both agree. */
 int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct tfs_attr *attr, const struct tfs_attr *checked);
 /* Updates the access time after a read, without a lock. */
 int tfs_touch_atime(struct tfs *fs, struct tfs_handle h, tmb_s64 now);

@@ -560,5 +560,13 @@ void tfs_statfs_account(struct tfs *fs, struct tfs_statfs *st);
 
 /* xattr.c */
 int tfs_xattr_image_ok(const void *image, tmb_u64 len);
+struct tfs_xattr_change {
+	bool is_prepared; /* else nothing changes */
+	tmb_u64 old, root, had, taken;
+};
+/* Before the commit of a change of the inode's mode (0777): makes its access ACL agree with that, if it has one, in the same transaction. */
+int tfs_acl_chmod(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u32 slot, tmb_u32 mode, struct tfs_xattr_change *change);
+/* After the commit: frees what the change has replaced. */
+void tfs_xattr_changed(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, const struct tfs_xattr_change *change);
 
 #endif

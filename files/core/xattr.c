@@ -222,6 +222,102 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 	return 0;
 }
 
+/* --- changes: prepared in a transaction of the inode's, which is locked; done once that is committed ------------------------------- */
+
+/* Makes the image the inode's; one without attributes: none. need not be more than it has: then a reserved block may be used. */
+static int prepare(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot, const tmb_u8 *image, struct tfs_xattr_change *change)
+{
+	const struct tfs_xattr_image *head = (const struct tfs_xattr_image *)image;
+	tmb_u64 root = 0, need = head->count ? tfs_image_blocks(head->bytes) : 0;
+	int err;
+
+	change->old = tmb_load(&inode->xattr_root);
+	change->had = tfs_tree_count(fs, change->old);
+	change->taken = 0;
+	if (need > change->had && need - change->had > tfs_blocks_left(fs, inode))
+		return -EDQUOT;
+	err = need ? tfs_write_image(fs, &root, image, head->bytes, tfs_tag(fs), need <= change->had, &change->taken) : 0;
+	if (err)
+		return err;
+	change->is_prepared = true;
+	change->root = root;
+	tfs_tree_mark(fs, change->old, TFS_MAP_USED, tfs_tag(fs));
+	tfs_tx_word(fs, slot, &inode->xattr_root, root);
+	return 0;
+}
+
+void tfs_xattr_changed(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, const struct tfs_xattr_change *change)
+{
+	tmb_u64 readers;
+	tmb_u8 mark;
+
+	if (!change->is_prepared)
+		return;
+	tfs_tree_mark(fs, change->root, tfs_tag(fs), TFS_MAP_USED);
+	tfs_count_blocks(fs, inode, (tmb_s64)(change->taken - change->had));
+	if (!change->old)
+		return;
+	readers = tfs_reading(fs, inode, h.ino);
+	mark = tfs_free_begin(fs, readers);
+	tfs_tree_mark(fs, change->old, tfs_tag(fs), mark);
+	tfs_free_end(fs, mark, readers);
+	tfs_refill_reserve(fs);
+}
+
+/* A POSIX ACL as Linux passes it (posix_acl_xattr.h, version 2): a header, then entries. */
+#define ACL_ACCESS "system.posix_acl_access"
+#define ACL_HEADER 4u
+struct acl_entry {
+	tmb_u16 tag, permissions;
+	tmb_u32 id;
+};
+enum { ACL_USER_OBJ = 1, ACL_GROUP_OBJ = 4, ACL_MASK = 16, ACL_OTHER = 32 };
+
+/* Gives an ACL's entry what it has in a file with this mode; has_mask: the mode's group bits are the mask's. */
+static void agree(struct acl_entry *e, tmb_u32 mode, bool has_mask)
+{
+	if (e->tag == ACL_USER_OBJ)
+		e->permissions = mode >> 6 & 7;
+	else if (e->tag == (has_mask ? ACL_MASK : ACL_GROUP_OBJ))
+		e->permissions = mode >> 3 & 7;
+	else if (e->tag == ACL_OTHER)
+		e->permissions = mode & 7;
+}
+
+int tfs_acl_chmod(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u32 slot, tmb_u32 mode, struct tfs_xattr_change *change)
+{
+	const struct tfs_xattr_entry *found;
+	struct acl_entry e;
+	bool has_mask = false;
+	tmb_u32 where, n;
+	tmb_u8 *image, *at;
+	int err;
+
+	change->is_prepared = false;
+	if (!tmb_load(&inode->xattr_root))
+		return 0;
+	err = get_image(fs, h, 0, &image);
+	if (err)
+		return err;
+	found = find(image, ACL_ACCESS, &where);
+	if (found && found->value_len >= ACL_HEADER) {
+		at = image + where + sizeof(*found) + found->name_len + ACL_HEADER;
+		n = (found->value_len - ACL_HEADER) / (tmb_u32)sizeof(e);
+		for (tmb_u32 i = 0; i < n; i++) {
+			memcpy(&e, at + i * sizeof(e), sizeof(e));
+			has_mask |= e.tag == ACL_MASK;
+		}
+		for (tmb_u32 i = 0; i < n; i++) {
+			memcpy(&e, at + i * sizeof(e), sizeof(e));
+			agree(&e, mode, has_mask);
+			memcpy(at + i * sizeof(e), &e, sizeof(e));
+		}
+		err = prepare(fs, inode, slot, image, change);
+	}
+	tfs_os_free(image);
+	return err;
+}
+
 /* Returns the mode of an inode whose mode is 'old' now. */
 static tmb_u64 mode_with(tmb_u64 old, tmb_u64 mode, tmb_u32 flags)
 {
@@ -234,8 +330,8 @@ static tmb_u64 mode_with(tmb_u64 old, tmb_u64 mode, tmb_u32 flags)
 int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const void *value, tmb_u64 size, tmb_u32 flags, int mode,
 		  const struct tfs_attr *checked, tmb_s64 now)
 {
+	struct tfs_xattr_change change;
 	struct tfs_inode *inode;
-	tmb_u64 old, had, taken = 0, root = 0;
 	tmb_u8 *image;
 	tmb_u32 slot;
 	int err;
@@ -259,35 +355,16 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 	/* Setting an ACL that equals the mode removes an attribute that may not exist. */
 	if (err == -ENODATA && !value && mode >= 0)
 		err = 0;
-	old = tmb_load(&inode->xattr_root);
-	had = tfs_tree_count(fs, old);
-	if (!err && ((struct tfs_xattr_image *)image)->count) {
-		tmb_u64 bytes = ((struct tfs_xattr_image *)image)->bytes, need = tfs_image_blocks(bytes);
-
-		if (need > had && need - had > tfs_blocks_left(fs, inode))
-			err = -EDQUOT;
-		else
-			err = tfs_write_image(fs, &root, image, bytes, tfs_tag(fs), need <= had, &taken);
-	}
+	if (!err)
+		err = prepare(fs, inode, slot, image, &change);
 	tfs_os_free(image);
 	if (err)
 		goto unlock;
-	tfs_tree_mark(fs, old, TFS_MAP_USED, tfs_tag(fs));
-	tfs_tx_word(fs, slot, &inode->xattr_root, root);
 	if (mode >= 0)
 		tfs_tx_word(fs, slot, &inode->mode, mode_with(tmb_load(&inode->mode), (tmb_u64)mode, flags));
 	tfs_tx_commit(fs, slot);
-	tfs_tree_mark(fs, root, tfs_tag(fs), TFS_MAP_USED);
-	tfs_count_blocks(fs, inode, (tmb_s64)(taken - had));
 	tfs_changed(inode, now, false);
-	if (old) {
-		tmb_u64 readers = tfs_reading(fs, inode, h.ino);
-		tmb_u8 mark = tfs_free_begin(fs, readers);
-
-		tfs_tree_mark(fs, old, tfs_tag(fs), mark);
-		tfs_free_end(fs, mark, readers);
-		tfs_refill_reserve(fs);
-	}
+	tfs_xattr_changed(fs, h, inode, &change);
 unlock:
 	tfs_tx_end(fs, slot);
 	tfs_unlock(fs, &inode->lock);

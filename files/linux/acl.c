@@ -128,22 +128,6 @@ static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl,
 	return tmb_refresh(inode);
 }
 
-/* For a chmod: makes the ACL agree, and stores the mode with it. 0: there is no ACL; 1: done; or an error, as change() gives it. */
-int tmb_acl_chmod(struct inode *inode, umode_t mode, const struct tfs_attr *checked)
-{
-	struct posix_acl *acl = tmb_get_acl(inode, ACL_TYPE_ACCESS, false);
-	int err;
-
-	if (IS_ERR_OR_NULL(acl))
-		return PTR_ERR_OR_ZERO(acl);
-	err = __posix_acl_chmod(&acl, GFP_KERNEL, mode);
-	if (err)
-		return err;
-	err = store(inode, ACL_TYPE_ACCESS, acl, mode & 07777, 0, checked);
-	posix_acl_release(acl);
-	return err ? err : 1;
-}
-
 #if TMB_ACL_BY_DENTRY
 int tmb_set_acl(tmb_idmap *idmap, struct dentry *dentry, struct posix_acl *acl, int type)
 {

@@ -452,7 +452,6 @@ static int change(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr, c
 {
 	struct inode *inode = d_inode(dentry);
 	struct tfs_attr a = {};
-	bool stored = false;
 	u32 what = 0;
 	int err;
 
@@ -499,19 +498,11 @@ static int change(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr, c
 		what |= TFS_SET_MTIME;
 		a.mtime = tmb_to_ns(attr->ia_mtime);
 	}
-	if (what & TFS_SET_MODE && checked->has_xattr) {
-		err = tmb_acl_chmod(inode, a.mode, checked);
-		if (err < 0)
-			return err;
-		stored = err;
-	}
-	if (stored)
-		what &= ~TFS_SET_MODE;
-	if (what || (attr->ia_valid & ATTR_CTIME && !stored))
+	if (what || attr->ia_valid & ATTR_CTIME)
 		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), what, &a, checked);
 	if (err < 0)
 		return err;
-	if (what || stored)
+	if (what)
 		tmb_tell(dentry, FS_ATTRIB);
 	return tmb_refresh(inode);
 }

@@ -245,7 +245,6 @@ int tmb_set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, in
 #define TMB_ACL_OPS .get_acl = tmb_get_acl, .set_acl = tmb_set_acl
 #endif
 struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu);
-int tmb_acl_chmod(struct inode *inode, umode_t mode, const struct tfs_attr *checked);
 /* The attributes that a new inode under 'dir' starts with, as a struct tfs_xattr_image; *mode gets what the ACL says. *image NULL: none. */
 int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *length);
 

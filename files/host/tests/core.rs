@@ -205,6 +205,49 @@ fn room_beyond_a_members_limit_is_not_taken() {
     assert_clean(&area);
 }
 
+/// The value of `system.posix_acl_access` with these entries: tag, permissions, id.
+fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
+    let mut value = 2u32.to_le_bytes().to_vec();
+    for (tag, permissions, id) in entries {
+        value.extend([tag.to_le_bytes(), permissions.to_le_bytes()].concat());
+        value.extend(id.to_le_bytes());
+    }
+    value
+}
+
+#[test]
+fn a_new_mode_changes_the_acls_mask_and_not_its_group_also_where_all_is_full() {
+    const ACCESS: &[u8] = b"system.posix_acl_access";
+    const NONE: u32 = !0;
+    let area = area(8);
+    let fs = Filesystem::open(area.clone()).expect("open");
+    let (with_mask, without) = (file(&fs, "mask"), file(&fs, "none"));
+    let set = |file, mode, entries: &[_]| {
+        fs.xattr_set(file, ACCESS, Some(&acl(entries)), 0, Some(mode)).expect("an ACL")
+    };
+    set(with_mask, 0o774, &[(1, 7, NONE), (2, 6, 2000), (4, 5, NONE), (16, 7, NONE), (32, 4, NONE)]);
+    set(without, 0o754, &[(1, 7, NONE), (4, 5, NONE), (32, 4, NONE)]);
+    fs.xattr_set(with_mask, b"user.a", Some(b"kept"), 0, None).expect("an attribute");
+    let big = file(&fs, "big");
+    while fs.pwrite(big, &[1; BLOCK as usize], fs.size(big), false).is_ok() {}
+    for mode in [0o1610, 0o4077, 0o612] {
+        for file in [with_mask, without] {
+            let attr = Attr { mode, ..Attr::default() };
+            fs.setattr(file, sys::TFS_SET_MODE, &attr).expect("chmod");
+            assert_eq!(fs.getattr(file).expect("attributes").mode & 0o7777, mode);
+        }
+    }
+    assert_eq!(
+        fs.xattr_get(with_mask, ACCESS),
+        Ok(acl(&[(1, 6, NONE), (2, 6, 2000), (4, 5, NONE), (16, 1, NONE), (32, 2, NONE)]))
+    );
+    assert_eq!(fs.xattr_get(without, ACCESS), Ok(acl(&[(1, 6, NONE), (4, 1, NONE), (32, 2, NONE)])));
+    assert_eq!(fs.xattr_get(with_mask, b"user.a"), Ok(b"kept".to_vec()));
+    fs.truncate(big, 0, false).expect("a shorter file");
+    drop(fs);
+    assert_clean(&area);
+}
+
 #[test]
 fn attributes_are_replaced_and_removed_where_all_is_full() {
     let area = area(8);

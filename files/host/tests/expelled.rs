@@ -106,7 +106,9 @@ fn whatever_an_expelled_member_asks_for_it_is_told_that_it_is_over() {
     let successor = zone.replace(1, 1, &other);
     assert!(expelled.area().is_expelled() && !successor.area().is_expelled());
     let over = Err(Errno::SHUTDOWN);
-    assert_eq!(expelled.pread(file, &mut [0; 4], 0).map(drop), over, "no member waits for its reads");
+    let mut back = [0; 4];
+    assert_eq!(expelled.pread(file, &mut back, 0).map(drop), over, "no member waits for its reads");
+    assert_eq!(back, [0; 4], "it was given bytes that may be another file's");
     assert_eq!(expelled.pwrite(file, b"else", 0, false).map(drop), over);
     assert_eq!(expelled.getattr(file).map(drop), over);
     assert_eq!(expelled.open_ref(file), over, "the bit would be its successor's");

@@ -1420,6 +1420,26 @@ static int mine(char **a)
 	return 0;
 }
 
+/* share FILE UID: gives the file an ACL by which user UID, too, may read and write it */
+static int share(char **a)
+{
+	uint32_t uid = strtoul(a[1], NULL, 10);
+	unsigned char acl[] = {2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 2, 0, 6, 0, uid, uid >> 8, uid >> 16, uid >> 24,
+			       4, 0, 0, 0, 255, 255, 255, 255, 16, 0, 6, 0, 255, 255, 255, 255, 32, 0, 0, 0, 255, 255, 255, 255};
+
+	CHECK(!setxattr(a[0], "system.posix_acl_access", acl, sizeof(acl), 0));
+	return 0;
+}
+
+/* opens FILE UID: user UID may open the file to read and write it */
+static int opens(char **a)
+{
+	uid_t uid = strtoul(a[1], NULL, 10);
+
+	CHECK(!setgid(uid) && !setuid(uid) && open(a[0], O_RDWR) >= 0);
+	return 0;
+}
+
 /* look FILE STOP: looks at the file's attributes until there is STOP */
 static int look(char **a)
 {
@@ -1638,6 +1658,7 @@ static const struct {
 	int (*run)(char **args);
 	int args;
 } table[] = {
+	{"share", share, 2}, {"opens", opens, 2},
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
 	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2},

@@ -234,6 +234,36 @@ def a_mapping_is_read_while_a_truncation_of_its_file_waits_for_a_suspended_membe
     a.ok("rm /mnt/f")
 
 
+def swap_xattrs(m, one, other):
+    """Exchanges the attributes of two inodes (tfs_inode.xattr_root and blocks)."""
+    for word in (56, 80):
+        one_has, other_has = struct.unpack_from("<Q", m, one + word), struct.unpack_from("<Q", m, other + word)
+        struct.pack_into("<Q", m, one + word, *other_has)
+        struct.pack_into("<Q", m, other + word, *one_has)
+
+
+@claim(2)
+def a_chmod_that_waits_while_another_guest_changes_the_acl_keeps_to_that_acl(a, b):
+    for before, mode, may in (("claims share /mnt/f 2000", "660", "2001"), ("true", "600", None)):
+        a.ok("touch /mnt/f /mnt/g; %s; claims share /mnt/g 2001" % before)
+        with open(a.rig.zone, "r+b") as f, mmap.mmap(f.fileno(), ZONE_MIB << 20) as m:
+            file, other = (inode_table(m) + 256 * int(a.ok("stat -c %i /mnt/" + name)) for name in "fg")
+            struct.pack_into("<Q", m, file + 192, held_by_member_1(m))
+            try:
+                a.ok("(chmod %s /mnt/f; echo $? > /tmp/ended) > /dev/null 2>&1 &" % mode)
+                end = time.monotonic() + TIMEOUT
+                while not waits(m, file + 192):
+                    need(time.monotonic() < end, "the chmod does not wait")
+                # What the other guest's setfacl does.
+                swap_xattrs(m, file, other)
+            finally:
+                let_go_by_member_1(m, file + 192)
+        comes_to(a, "cat /tmp/ended; true", "0")
+        for user in ("2000", "2001"):
+            need((a.run("claims opens /mnt/f " + user)[0] == 0) == (user == may), "chmod %s gives user %s the wrong right" % (mode, user))
+        a.ok("chmod 660 /mnt/f; claims opens /mnt/f 2001; rm /mnt/f /mnt/g /tmp/ended")
+
+
 @claim(1)
 def files_that_are_mapped_and_removed_one_after_the_other_leave_nothing(a):
     a.ok("touch /mnt/x; rm /mnt/x")

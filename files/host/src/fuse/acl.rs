@@ -78,16 +78,6 @@ impl Acl {
         self.perm(USER_OBJ) << 6 | group << 3 | self.perm(OTHER)
     }
 
-    /// Changes it to agree with new permission bits (chmod).
-    pub fn chmod(&mut self, mode: u32) {
-        let group = self.find(MASK).or(self.find(GROUP_OBJ));
-        for (i, perm) in [(self.find(USER_OBJ), mode >> 6), (group, mode >> 3), (self.find(OTHER), mode)] {
-            if let Some(i) = i {
-                self.0[i].perm = (perm & 7) as u16;
-            }
-        }
-    }
-
     /// Turns a default ACL into a new inode's access ACL: removes what the creator's mode doesn't have; returns the mode to use.
     pub fn create(&mut self, mode: u32) -> u32 {
         let group = self.find(MASK).or(self.find(GROUP_OBJ));
@@ -115,17 +105,6 @@ mod tests {
         assert_eq!(a.create(0o100666), 0o100660);
         assert_eq!(a.mode(), 0o660);
         assert_eq!(Acl::parse(&a.value()), Some(a));
-    }
-
-    #[test]
-    fn chmod_changes_the_mask_and_not_the_group() {
-        let mut a =
-            acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 5, !0), (GROUP, 6, 5), (MASK, 7, !0), (OTHER, 4, !0)]);
-        a.chmod(0o610);
-        assert_eq!(
-            a,
-            acl(&[(USER_OBJ, 6, !0), (GROUP_OBJ, 5, !0), (GROUP, 6, 5), (MASK, 1, !0), (OTHER, 0, !0)])
-        );
     }
 
     #[test]

@@ -326,17 +326,8 @@ impl Server {
         if valid & fattr::MODE != 0 {
             let group = if valid & fattr::GID != 0 { gid } else { old.gid };
             let mode = rights::allowed_mode(h, mode & 0o7777, group);
-            // The kernel leaves it to the file system to make mode and ACL agree.
-            match self.xattr_if(old, acl::ACCESS)?.and_then(|value| Acl::parse(&value)) {
-                Some(mut acl) => {
-                    acl.chmod(mode);
-                    self.fs.xattr_set_as(old, acl::ACCESS, Some(&acl.value()), 0, Some(mode))?;
-                }
-                None => {
-                    what |= sys::TFS_SET_MODE;
-                    new.mode = (old.mode & S_IFMT) | mode;
-                }
-            }
+            what |= sys::TFS_SET_MODE;
+            new.mode = (old.mode & S_IFMT) | mode;
         }
         if valid & fattr::UID != 0 {
             what |= sys::TFS_SET_UID;
