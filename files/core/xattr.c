@@ -29,7 +29,9 @@ int tfs_xattr_image_ok(const void *image, tmb_u64 len)
 	const struct tfs_xattr_image *head = image;
 	tmb_u32 at = sizeof(*head);
 
-	if (len < sizeof(*head) || head->bytes != len || len > IMAGE_MAX)
+	if (len > IMAGE_MAX)
+		return -ENOSPC;
+	if (len < sizeof(*head) || head->bytes != len)
 		return -EINVAL;
 	while (at < head->bytes)
 		if (!next_entry(image, head->bytes, &at))

@@ -1020,6 +1020,19 @@ fn tagged(area: &Area) -> usize {
 }
 
 #[test]
+fn a_new_inode_whose_attributes_are_too_large_together_finds_no_room() {
+    let fs = Filesystem::open(area(8)).expect("open");
+    let largest = vec![b'v'; sys::TFS_XATTR_MAX as usize];
+    let made = |names: &[&str]| {
+        let attributes: Vec<_> = names.iter().map(|name| (name.as_bytes(), &largest[..])).collect();
+        let xattrs = fs::xattr_image(&attributes);
+        fs.create(ROOT, Some(b"file"), &Create { xattrs: &xattrs, ..Create::mode(REG) })
+    };
+    assert_eq!(made(&["user.one", "user.two"]), Err(Errno::NOSPC));
+    made(&["user.one"]).expect("one of them alone");
+}
+
+#[test]
 fn empty_files_leave_three_quarters_of_a_zone_to_data_and_every_inode_that_df_shows_can_be_used() {
     let area = area(8);
     let fs = Filesystem::open(area.clone()).expect("open");

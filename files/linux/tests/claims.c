@@ -606,26 +606,28 @@ static int toggle(char **a)
 	return 0;
 }
 
-/* reopen PATH make|find COUNT: opens PATH COUNT times, with O_CREAT or if it is there, then makes PATH.end; prints how often it found no file */
+/* reopen PATH make|find COUNT: opens PATH COUNT times, with O_CREAT or if it is there, and then goes on until it has met it there and not there; then makes
+ * PATH.end */
 static int reopen(char **a)
 {
 	bool makes = !strcmp(a[1], "make");
-	int none = 0, why = 0;
+	int there = 0, none = 0, why = 0;
 	char end[4096];
 
 	snprintf(end, sizeof(end), "%s.end", a[0]);
-	for (int i = 0; i < atoi(a[2]) && !why; i++) {
+	while (!why && (there + none < atoi(a[2]) || (!makes && (!there || !none)))) {
 		int fd = open(a[0], makes ? O_CREAT | O_RDWR : O_RDWR, 0600);
 
-		if (fd >= 0)
+		if (fd >= 0) {
 			CHECK(!close(fd));
-		else if (errno == ENOENT && !makes)
+			there++;
+		} else if (errno == ENOENT && !makes) {
 			none++;
-		else
+		} else {
 			why = errno;
+		}
 	}
 	CHECK(!close(open(end, O_CREAT | O_WRONLY, 0600)));
-	printf("%d\n", none);
 	errno = why;
 	CHECK(!why);
 	return 0;
