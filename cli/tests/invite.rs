@@ -609,6 +609,27 @@ fn a_vm_whose_invitation_is_gone_or_can_not_be_read_keeps_its_doorbell_and_its_s
     place.until("the server lives", || place.server().is_none());
 }
 
+/// As for a QEMU with `-chardev socket,fd=N`.
+#[test]
+fn a_vm_whose_connection_another_process_has_made_outlives_that_one_and_its_server() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let script = "import mmap, os, signal, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                  s.recv(8)\nif os.fork():\n  signal.pause()\nf = open(sys.argv[2], 'r+b')\nm = mmap.mmap(f.fileno(), 0)\n\
+                  print('in', flush=True)\nsys.stdin.read()";
+    let mut launcher = Vm::run(script, &place.invite("a", &[]), Some(&place.zone()));
+    let vm = launcher.0.stdin.take();
+    place.await_looks();
+    place.kill_server();
+    drop(launcher);
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let said = place.bad(args);
+        assert!(said.contains(": a could") || said.contains("may have outlived their server: a"), "{said}");
+    }
+    drop(vm);
+    place.until("it does not end", || place.run(&["files", "fsck", "-y", "own.zone"]).status.success());
+}
+
 #[test]
 fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let place = Place::new();
@@ -620,6 +641,9 @@ fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let zone = Zone::open(place.zone(), true).unwrap();
     for name in ["a", "b"] {
         zone.activate(place.member(name).unwrap().id).unwrap();
+        // The server looks which process has the zone in its memory.
+        let noted = place.room(&format!("{name}.namespaces")).unwrap();
+        place.until("the VM is not noted", || noted.exists());
     }
     let [a, b] = vms;
     place.kill_server();

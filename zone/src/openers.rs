@@ -3,11 +3,13 @@
 //! only on a file that no process has open for writing, and a write lease only on one that no other process has open at all.
 
 use std::fs::File;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::io::Errno;
+
+use crate::mem::SharedMem;
 
 /// fcntl(2); libc has no name for it.
 const F_SETSIG: libc::c_int = 10;
@@ -101,34 +103,69 @@ pub(crate) fn names(path: &Path, access: Access) -> String {
 
 /// Other processes that have this file mapped so.
 fn holders(file: &File, access: Access) -> Vec<u32> {
-    let Ok(meta) = file.metadata() else { return Vec::new() };
-    let (device, inode) = (in_maps(meta.dev()), meta.ino().to_string());
+    let Some(place) = place_in_maps(file) else { return Vec::new() };
     let own = std::process::id();
     let processes = std::fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok);
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let maps_it = |pid: &u32| {
-        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-        // Addresses, rights, offset, device, inode, path.
-        maps.lines().any(|line| {
-            let mut fields = line.split_ascii_whitespace().skip(1);
-            let (rights, place) = (fields.next(), (fields.nth(1), fields.next()));
-            rights.is_some_and(|r| access == Access::Any || r.contains('w'))
-                && place == (Some(&device), Some(&inode))
-        })
-    };
-    numbers.filter(|pid| *pid != own).filter(maps_it).collect()
+    numbers.filter(|pid| *pid != own).filter(|pid| maps(*pid, &place, access)).collect()
 }
 
-/// A device's number as /proc/PID/maps has it.
-fn in_maps(device: u64) -> String {
-    format!("{:02x}:{:02x}", rustix::fs::major(device), rustix::fs::minor(device))
+/// Returns whether this process has the file mapped; `false` also where this one may not look at it.
+pub(crate) fn is_mapped_by(file: &File, pid: u32) -> bool {
+    place_in_maps(file).is_some_and(|place| maps(pid, &place, Access::Any))
+}
+
+fn maps(pid: u32, place: &Place, access: Access) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    maps.lines().filter_map(Mapping::of).any(|mapping| {
+        (access == Access::Any || mapping.rights.contains('w')) && mapping.place == (&place.0, &place.1)
+    })
+}
+
+/// A file's device and number in /proc/PID/maps.
+type Place = (String, String);
+
+/// A line of /proc/PID/maps.
+struct Mapping<'a> {
+    addresses: &'a str,
+    rights: &'a str,
+    place: (&'a str, &'a str),
+}
+
+impl Mapping<'_> {
+    fn of(line: &str) -> Option<Mapping<'_>> {
+        // Addresses, rights, offset, device, inode, path.
+        let mut fields = line.split_ascii_whitespace();
+        let (addresses, rights) = (fields.next()?, fields.next()?);
+        Some(Mapping { addresses, rights, place: (fields.nth(1)?, fields.next()?) })
+    }
+
+    fn begins_at(&self, address: usize) -> bool {
+        let begin = self.addresses.split('-').next().unwrap_or_default();
+        usize::from_str_radix(begin, 16) == Ok(address)
+    }
+}
+
+/// The file's device and number as /proc/PID/maps has them, by a mapping of one's own: stat(2) tells another device of a file of btrfs, and of one of an overlay
+/// over several file systems.
+fn place_in_maps(file: &File) -> Option<Place> {
+    let page = crate::backing::huge_page_size(file.as_fd()).unwrap_or(4096);
+    let own = SharedMem::map(file.as_fd(), 0, page as u64, false).ok().and_then(|mapping| {
+        let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+        let at = mapping.as_ptr() as usize;
+        let (device, inode) = maps.lines().filter_map(Mapping::of).find(|m| m.begins_at(at))?.place;
+        Some((device.to_owned(), inode.to_owned()))
+    });
+    own.or_else(|| {
+        let meta = file.metadata().ok()?;
+        let device = format!("{:02x}:{:02x}", rustix::fs::major(meta.dev()), rustix::fs::minor(meta.dev()));
+        Some((device, meta.ino().to_string()))
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mem::SharedMem;
-    use std::os::fd::AsFd;
 
     #[test]
     fn whoever_could_write_to_a_file_is_found_also_by_a_mapping_alone() {
@@ -229,6 +266,13 @@ mod tests {
     /// There the kernel grants the lease.
     #[test]
     fn a_process_that_maps_a_file_of_an_overlay_without_a_descriptor_is_found() {
+        finds_a_mapping_of_an_overlay(&[]);
+        // Their device is not that of the overlay.
+        finds_a_mapping_of_an_overlay(&["lower"]);
+    }
+
+    /// `apart`: layers that are on a file system of their own.
+    fn finds_a_mapping_of_an_overlay(apart: &'static [&str]) {
         if !rustix::process::geteuid().is_root() {
             return;
         }
@@ -245,6 +289,7 @@ mod tests {
             for name in ["lower", "upper", "work", "all"] {
                 std::fs::create_dir(at(name)).unwrap();
             }
+            apart.iter().for_each(|name| mount(&["-t", "tmpfs", "none", &at(name)]));
             let options = ["lower", "upper", "work"].map(|name| format!("{name}dir={}", at(name))).join(",");
             mount(&["-t", "overlay", "-o", &options, "none", &at("all")]);
             let path = Path::new(&at("all")).join("file");

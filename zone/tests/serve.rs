@@ -212,7 +212,7 @@ fn a_process_with_the_name_of_a_vm_that_outlived_its_server_dies_all_the_same() 
         assert_ne!(process, vm);
         drop(zone);
         let own = Process::of(&UnixStream::pair().unwrap().0).unwrap().unwrap();
-        room.note("a", own.name().unwrap(), 1).unwrap();
+        room.note("a", own.name().unwrap()).unwrap();
         assert!(other.member(vm).unwrap().alive && other.member(process).unwrap().alive);
         drop(membership);
         assert!(other.member(vm).unwrap().alive && !other.member(process).unwrap().alive);

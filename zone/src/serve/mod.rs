@@ -47,6 +47,8 @@ struct Guest {
     process: Option<Process>,
     /// The connections that were let in and of whose end nothing was heard.
     connections: u32,
+    /// The process has the zone in its memory: it is the VM, not one that passes its connection on.
+    is_vm: bool,
     /// Dropped after the VM's death has been declared.
     _liveness: HeldByOwner,
 }
@@ -139,7 +141,22 @@ impl Server {
             self.bells.ring_all()?;
         }
         self.bells.restore(&self.zone)?;
-        self.look()
+        let noted = self.note_vms();
+        self.look().and(noted)
+    }
+
+    /// Records which processes are VMs. QEMU connects before it maps the zone, so this is not known when it connects.
+    fn note_vms(&mut self) -> Result<()> {
+        for (id, guest) in self.guests.iter_mut().filter(|(_, guest)| !guest.is_vm) {
+            let (Some(process), Some(vm)) = (&guest.process, self.listening.get(id)) else { continue };
+            let Some(name) = process.name() else { continue };
+            // One that has ended by now may have left its number to another process.
+            if self.zone.is_mapped_by(name.pid) && !process.has_ended() {
+                self.room.note_as_vm(&vm.name, name, self.zone.header().session)?;
+                guest.is_vm = true;
+            }
+        }
+        Ok(())
     }
 
     /// Invites the VMs of the member table: the folder of records does not outlive the host's next start, the zone's file does.
@@ -269,7 +286,7 @@ impl Server {
                     .as_ref()
                     .and_then(Process::number)
                     .map_or_else(|| "of another namespace, or ended".to_owned(), |number| number.to_string());
-                self.guests.insert(id, Guest { process, connections: 1, _liveness: liveness });
+                self.guests.insert(id, Guest { process, connections: 1, is_vm: false, _liveness: liveness });
                 self.bells.let_in(knock)?;
                 say(format!("{name}: connected, process {number}"));
             }
@@ -289,7 +306,7 @@ impl Server {
     ) -> Result<HeldByOwner> {
         let liveness = self.zone.hold_as_owner(id)?;
         match process.and_then(Process::name) {
-            Some(process) => self.room.note(name, process, self.zone.header().session)?,
+            Some(process) => self.room.note(name, process)?,
             // No record of a former one is left.
             None => self.room.forget(name)?,
         }

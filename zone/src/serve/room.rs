@@ -232,25 +232,29 @@ impl Room {
         self.0.join(format!("{member}{RECORD}"))
     }
 
-    /// The file that says in which namespaces a VM's record is to be read, and in which of the zone's sessions it was written. An earlier release knows the
-    /// record alone; one that it has written is not the one that this file repeats.
+    /// The file that says that a VM's record is of the VM itself, in which namespaces it is to be read, and in which of the zone's sessions it was written. An
+    /// earlier release knows the record alone; one that it has written is not the one that this file repeats.
     fn namespaces(&self, member: &str) -> PathBuf {
         self.0.join(format!("{member}.namespaces"))
     }
 
-    /// Records a VM's process, in this session of the zone.
+    /// Records the process that a VM has connected by. While it lives, the VM does.
     ///
     /// # Errors
     /// Those of the file system.
-    pub fn note(&self, member: &str, process: Name, session: u64) -> Result<()> {
-        let written = |path: PathBuf, text: &str| {
-            replace(&path, text).map_err(|e| Error::io(format!("writing {}", path.display()), e))
-        };
+    pub fn note(&self, member: &str, process: Name) -> Result<()> {
+        written(self.record(member), &line(process.pid, Some(process.started)))
+    }
+
+    /// Records that the process of [`Self::note`] is the VM itself, in this session of the zone: when it has ended, the VM has. One that has only connected may
+    /// have passed its connection on.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn note_as_vm(&self, member: &str, process: Name, session: u64) -> Result<()> {
+        let Some(namespaces) = process::namespaces() else { return Ok(()) };
         let record = line(process.pid, Some(process.started));
-        if let Some(namespaces) = process::namespaces() {
-            written(self.namespaces(member), &format!("{record} {namespaces} {session:x}"))?;
-        }
-        written(self.record(member), &record)
+        written(self.namespaces(member), &format!("{record} {namespaces} {session:x}"))
     }
 
     /// Forgets a VM's process.
@@ -364,6 +368,11 @@ fn replace(path: &Path, line: impl Into<OsString>) -> io::Result<()> {
     fs::write(&new, line.as_bytes())?;
     fs::set_permissions(&new, Permissions::from_mode(0o600))?;
     fs::rename(&new, path)
+}
+
+/// As [`replace`], with an error that names the file.
+fn written(path: PathBuf, line: &str) -> Result<()> {
+    replace(&path, line).map_err(|e| Error::io(format!("writing {}", path.display()), e))
 }
 
 /// Returns the process of a record, if it lives.

@@ -236,6 +236,11 @@ impl Zone {
         Ok(dead)
     }
 
+    /// Returns whether a process has the zone in its memory; `false` also where this process may not look at it.
+    pub(crate) fn is_mapped_by(&self, pid: u32) -> bool {
+        openers::is_mapped_by(&self.file, pid)
+    }
+
     /// Returns whether the zone is a device of this guest, whose host's locks do not reach here.
     fn is_in_guest(&self) -> bool {
         rustix::fs::fstatfs(&self.file).is_ok_and(|at| at.f_type == libc::SYSFS_MAGIC)
