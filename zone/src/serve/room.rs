@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
-use std::io;
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
@@ -358,16 +358,14 @@ fn remove(path: &Path) -> Result<()> {
     }
 }
 
-/// Writes a line atomically, so that no reader finds half of it.
+/// Writes a line atomically, so that no reader finds half of it. A server that starts and a command may write the same file at once.
 fn replace(path: &Path, line: impl Into<OsString>) -> io::Result<()> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".new");
-    let new = path.with_file_name(name);
+    let new = path.with_file_name(format!("{}.new", Uuid::new_v4()));
     let mut line = line.into();
     line.push("\n");
-    fs::write(&new, line.as_bytes())?;
-    fs::set_permissions(&new, Permissions::from_mode(0o600))?;
-    fs::rename(&new, path)
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
+    let replaced = file.write_all(line.as_bytes()).and_then(|()| fs::rename(&new, path));
+    replaced.inspect_err(|_| drop(fs::remove_file(&new)))
 }
 
 /// As [`replace`], with an error that names the file.
@@ -386,6 +384,8 @@ fn living(path: &Path) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn a_folder_that_another_user_could_change_is_refused() {
@@ -453,5 +453,16 @@ mod tests {
         fs::remove_file(room.invitation("c")).unwrap();
         fs::create_dir(room.invitation("c")).unwrap();
         assert_eq!(read().get("c"), Some(&None));
+    }
+
+    /// A server that starts records the VMs of the member table, and a command records the VM that it has just put there.
+    #[test]
+    fn an_invitation_that_two_processes_record_at_once_is_recorded() {
+        let dir = tempfile::tempdir().unwrap();
+        let room = Room(dir.path().join("zones").join("z"));
+        room.make().unwrap();
+        let record = || (0..1000).for_each(|_| room.invite("a", Rights::READ_WRITE).unwrap());
+        std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(record))));
+        assert_eq!(room.entries().unwrap(), [room.invitation("a")]);
     }
 }
