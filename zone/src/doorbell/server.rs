@@ -523,15 +523,22 @@ impl Work {
         let is_alone = self.require_alone(member);
         let next = || self.next_peer.ok_or("all 65536 peer ids were used; restart the zone".to_owned());
         let peer = is_alone.and_then(|()| next()).inspect_err(|_| wire::refuse(&stream))?;
-        self.introduce(member, peer, stream).map_err(|error| {
-            self.clients.remove(&peer);
+        self.clients.insert(peer, Client { member, stream, backlog: VecDeque::new() });
+        self.introduce(member, peer).map_err(|error| {
+            // Nothing was sent to it yet.
+            if let Some(client) = self.clients.remove(&peer) {
+                wire::refuse(&client.stream);
+            }
             lock(&self.bells).remove(&peer);
             error.to_string()
         })
     }
 
-    fn introduce(&mut self, member: MemberId, peer: u16, stream: Brief<UnixStream>) -> Result<()> {
-        stream.set_nonblocking(true).map_err(|e| Error::io("a doorbell connection", e))?;
+    fn introduce(&mut self, member: MemberId, peer: u16) -> Result<()> {
+        self.clients[&peer]
+            .stream
+            .set_nonblocking(true)
+            .map_err(|e| Error::io("a doorbell connection", e))?;
         let vectors: Vec<Arc<OwnedFd>> =
             (0..VECTORS).map(|_| wire::eventfd().map(Arc::new)).collect::<Result<_>>()?;
         let page: OwnedFd = wire::doorbell_page(self.zone.uuid())?.into();
@@ -545,11 +552,11 @@ impl Work {
         }
         // From here on the id is used, also after an error.
         self.next_peer = peer.checked_add(1);
-        let others: Vec<u16> = self.clients.keys().copied().collect();
+        let others: Vec<u16> = self.clients.keys().copied().filter(|other| *other != peer).collect();
         for vector in &vectors {
             backlog.push_back((i64::from(peer), Some(Arc::clone(vector))));
         }
-        self.clients.insert(peer, Client { member, stream, backlog });
+        self.clients.entry(peer).and_modify(|client| client.backlog = backlog);
         {
             // Under the lock, so that no restore comes between the two. The slot has the peer id before the guest can look for it.
             let mut bells = lock(&self.bells);
@@ -672,5 +679,26 @@ impl Work {
     fn tell(&self, event: Event) {
         // An owner that doesn't listen any more needs no events.
         let _ = self.events.send(event);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backing, Rights, ZoneConfig};
+
+    /// QEMU reads for ever of a connection that is closed without a message.
+    #[test]
+    fn a_vm_whose_doorbell_can_not_be_made_is_told_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("z");
+        let made = Zone::create(&ZoneConfig::new("z", 8 << 20).backing(Backing::File(path.clone()))).unwrap();
+        let member = made.invite("vm", Role::Vm, Rights::READ_WRITE).unwrap();
+        // Its slot can't get the peer id.
+        let zone = Arc::new(Zone::open(&path, false).unwrap());
+        let (server, _events) = DoorbellServer::start(zone).unwrap();
+        let stream = server.connect(member).unwrap();
+        assert_eq!(wire::receive(&stream).unwrap().map(|(value, _)| value), Some(wire::REFUSED));
+        assert!(wire::receive(&stream).unwrap().is_none());
     }
 }
