@@ -3,7 +3,8 @@
 """Counts the instructions of calls on a mount in a guest, kernel and program together: `cost.py [--kit SERIES] [TREE]…`.
 
 TREE: a checkout of this project, by default this one; a module is built of each, and each is compared with the first. The guest has one CPU under
-QEMU's -icount, which executes one instruction in each nanosecond of the guest's time, so that the host's load changes nothing. Each tree has two rounds.
+QEMU's -icount, which executes one instruction in each nanosecond of the guest's time, so that the host's load changes nothing. Each tree has two
+rounds; the first one also counts what the guest does after its boot beside it.
 """
 import argparse, glob, os, shutil, subprocess, sys, tempfile
 
