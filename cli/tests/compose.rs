@@ -5,8 +5,8 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::Lab;
 use common::stand_in::{said, until};
+use common::{Lab, write_program};
 use serde_json::Value;
 
 mod common;
@@ -162,8 +162,7 @@ fn own_passt(lab: &Lab) -> std::ffi::OsString {
         "#!/bin/sh\n[ ! -e '{folder}/broken' ] || exit 1\necho $$ >'{folder}/pid'\nPATH='{}' exec passt \"$@\"\n",
         path.to_str().unwrap()
     );
-    std::fs::write(&script, text).unwrap();
-    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    write_program(&script, &text);
     std::env::join_paths(std::iter::once(bin).chain(std::env::split_paths(&path))).unwrap()
 }
 

@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use common::Lab;
 use common::stand_in::{fake, lab, number, said, until};
+use common::{Lab, copy_program, write_program};
 use serde_json::Value;
 
 mod common;
@@ -26,8 +26,8 @@ impl User {
         let vms: String = (0..vms).map(|n| format!("[vm.v{n}]\n{VM}")).collect();
         let lab = lab(&vms);
         let place = lab.dir.path();
-        std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), place.join("program")).unwrap();
-        std::fs::copy(fake(), place.join("qemu")).unwrap();
+        copy_program(env!("CARGO_BIN_EXE_tombolo"), &place.join("program"));
+        copy_program(fake(), &place.join("qemu"));
         let compose = place.join("tombolo.toml");
         let text = std::fs::read_to_string(&compose).unwrap();
         std::fs::write(
@@ -159,8 +159,7 @@ fn a_program_that_gets_no_threads_after_an_upgrade_waits_for_them_and_ends_no_vm
     let before = user.ps();
     let supervisor = number(&before["supervisor"]);
     let cramped = place.join("cramped");
-    std::fs::write(&cramped, CRAMPED.replace("PROGRAM", place.join("program").to_str().unwrap())).unwrap();
-    std::fs::set_permissions(&cramped, std::fs::Permissions::from_mode(0o755)).unwrap();
+    write_program(&cramped, &CRAMPED.replace("PROGRAM", place.join("program").to_str().unwrap()));
     let arguments = ["upgrade", "--program", cramped.to_str().unwrap()];
     let mut upgrade =
         user.command(None, &place.join("program"), &arguments).stderr(Stdio::piped()).spawn().unwrap();

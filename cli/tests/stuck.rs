@@ -7,8 +7,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-use common::Lab;
 use common::stand_in::{fake, lab, said, until};
+use common::{Lab, write_program};
 
 mod common;
 
@@ -136,19 +136,10 @@ fn qemu(lab: &Lab, line: &str) {
         place.join("sick").display(),
         fake().display()
     );
-    program(&place.join("qemu"), &text);
+    write_program(&place.join("qemu"), &text);
     let compose = place.join("tombolo.toml");
     let text = std::fs::read_to_string(&compose).unwrap();
     std::fs::write(&compose, text.replace(fake().to_str().unwrap(), "./qemu")).unwrap();
-}
-
-/// Another process writes it: a child that is being started elsewhere could hold it open for writing.
-fn program(path: &Path, text: &str) {
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]).arg(path).stdin(Stdio::piped());
-    let mut shell = shell.spawn().unwrap();
-    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    assert!(shell.wait().unwrap().success());
 }
 
 fn set_sick(place: &Path) {
@@ -273,7 +264,7 @@ fn programs_that_leave_a_process_with_their_output_hold_up_no_command() {
     let refused = lab.run(&["restart", "a"]);
     assert!(said(&refused).contains("which is no QEMU"), "{}", said(&refused));
     let next = lab.dir.path().join("next");
-    program(&next, &format!("#!/bin/sh\n{wait}\necho its own words >&2\nexit 1\n"));
+    write_program(&next, &format!("#!/bin/sh\n{wait}\necho its own words >&2\nexit 1\n"));
     let refused = lab.run(&["upgrade", "--program", next.to_str().unwrap()]);
     assert!(said(&refused).contains("its own words"), "{}", said(&refused));
     assert_eq!(lab.ps()["vms"][0]["state"], "up");

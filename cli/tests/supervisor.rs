@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::stand_in::{said, until};
-use common::{Lab, signal};
+use common::{Lab, copy_program, signal};
 use tombolo_zone::{MemberState, Rights, Role, Zone};
 
 mod common;
@@ -295,7 +295,7 @@ fn a_full_folder_stops_no_console_and_no_reboot() {
 fn a_running_project_outlasts_the_replacement_of_its_program() {
     let lab = lab(&[], "zones = { z = {} }\n[zone.files]\nsize = \"16M\"\nfiles = true\n");
     let program = lab.dir.path().join("tombolo-installed");
-    std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), &program).unwrap();
+    copy_program(env!("CARGO_BIN_EXE_tombolo"), &program);
     let mut up = Command::new(&program);
     up.arg("up").current_dir(lab.dir.path()).env("XDG_RUNTIME_DIR", lab.dir.path());
     up.env("TOMBOLO_HYPERVISOR", "tcg").stdin(Stdio::null());

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::signal;
 use common::stand_in::{RESIDENT_MAX, fake, lab, most_resident, number, said, until};
+use common::{copy_program, signal};
 use serde_json::Value;
 
 mod common;
@@ -359,9 +359,9 @@ fn an_ordinary_user_without_home_and_runtime_folder_needs_no_privilege_and_other
     let place = lab.dir.path();
     // All of it where that user can reach it.
     let program = place.join("tombolo-program");
-    std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), &program).unwrap();
+    copy_program(env!("CARGO_BIN_EXE_tombolo"), &program);
     let qemu = place.join("qemu");
-    std::fs::copy(fake(), &qemu).unwrap();
+    copy_program(fake(), &qemu);
     let text = std::fs::read_to_string(place.join("tombolo.toml")).unwrap();
     std::fs::write(
         place.join("tombolo.toml"),

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::stand_in::{self, lab, number, said, until};
-use common::{Lab, signal};
+use common::{Lab, copy_program, signal, write_program};
 use serde_json::Value;
 
 mod common;
@@ -19,19 +19,14 @@ const VM: &str = "kernel = \"kernel\"\nmemory = \"128M\"\nhotplug_ports = 4\nrea
 /// Another program for the lab: this one under another name and number.
 fn next(lab: &Lab, name: &str) -> PathBuf {
     let path = lab.dir.path().join(name);
-    // Another process writes it: a child that is being started elsewhere could hold it open for writing.
-    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&path).status().unwrap().success());
+    copy_program(env!("CARGO_BIN_EXE_tombolo"), &path);
     path
 }
 
 /// A program that is a script.
 fn script(lab: &Lab, text: &str) -> PathBuf {
     let path = lab.dir.path().join("script");
-    let mut shell = Command::new("sh");
-    shell.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]).arg(&path).stdin(Stdio::piped());
-    let mut shell = shell.spawn().unwrap();
-    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    assert!(shell.wait().unwrap().success());
+    write_program(&path, text);
     path
 }
 
@@ -411,7 +406,7 @@ fn root_is_told_of_the_users_whose_projects_only_they_can_upgrade() {
     let place = lab.dir.path();
     let next = next(&lab, "next");
     let old = self::next(&lab, "old");
-    std::fs::copy(stand_in::fake(), place.join("qemu")).unwrap();
+    copy_program(stand_in::fake(), &place.join("qemu"));
     std::fs::write(place.join("tombolo.toml"), format!("qemu = \"./qemu\"\n[vm.a]\n{VM}")).unwrap();
     std::fs::create_dir(place.join("run")).unwrap();
     std::os::unix::fs::chown(place.join("run"), Some(USER), Some(USER)).unwrap();

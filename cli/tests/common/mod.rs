@@ -7,6 +7,7 @@ pub mod page;
 pub mod plain;
 pub mod stand_in;
 
+use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -17,6 +18,21 @@ pub const TIMEOUT: Duration = Duration::from_secs(300);
 /// The number in an environment variable, or `default` where that is not set.
 pub fn setting(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Copies a program. Another process writes it: a child that another test's thread is starting would keep this one's descriptor, and with it the program from
+/// being run (ETXTBSY).
+pub fn copy_program(program: impl AsRef<Path>, to: &Path) {
+    assert!(Command::new("cp").arg(program.as_ref()).arg(to).status().unwrap().success());
+}
+
+/// Makes a program that is a script, as [`copy_program`] copies one.
+pub fn write_program(path: &Path, text: &str) {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "cat >\"$0\" && chmod 755 \"$0\""]).arg(path).stdin(Stdio::piped());
+    let mut shell = shell.spawn().unwrap();
+    shell.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(shell.wait().unwrap().success());
 }
 
 /// A folder with a compose file, and a runtime folder of its own; everything is taken down at the end.
