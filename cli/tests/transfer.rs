@@ -14,6 +14,11 @@ fn good(dir: &Path, args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+fn make_zone(dir: &Path, size: &str) {
+    good(dir, &["zone", "create", "own.zone", "--size", size]);
+    good(dir, &["files", "mkfs", "own.zone"]);
+}
+
 fn counts(text: &str) -> [u64; 3] {
     let done: serde_json::Value = serde_json::from_str(text).unwrap();
     ["copied", "same", "removed"].map(|key| done[key].as_u64().unwrap())
@@ -23,8 +28,7 @@ fn counts(text: &str) -> [u64; 3] {
 fn a_files_command_whose_output_takes_nothing_names_the_cause() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();
-    good(dir, &["zone", "create", "own.zone", "--size", "16M"]);
-    good(dir, &["files", "mkfs", "own.zone"]);
+    make_zone(dir, "16M");
     for args in [&["files", "df", "own.zone"][..], &["files", "snapshot", "own.zone", "image"]] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
@@ -40,8 +44,7 @@ fn a_files_command_whose_output_takes_nothing_names_the_cause() {
 fn a_directory_comes_back_from_a_zone_as_it_was_and_what_is_equal_is_not_copied_again() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();
-    good(dir, &["zone", "create", "own.zone", "--size", "32M"]);
-    good(dir, &["files", "mkfs", "own.zone"]);
+    make_zone(dir, "32M");
     let make = "mkdir -p from/a && echo one >from/a/file && ln from/a/file from/other && ln -s a/file from/link && \
                 truncate -s 8M from/sparse && echo end >>from/sparse && chmod 2750 from/a && setfattr -n user.note -v kept from/other";
     assert!(Command::new("sh").args(["-ec", make]).current_dir(dir).status().unwrap().success());
@@ -110,8 +113,7 @@ fn signal(pid: u32, signal: rustix::process::Signal) {
 fn a_copy_whose_mount_is_killed_says_so_and_leaves_no_mount() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();
-    good(dir, &["zone", "create", "own.zone", "--size", "256M"]);
-    good(dir, &["files", "mkfs", "own.zone"]);
+    make_zone(dir, "256M");
     std::fs::create_dir_all(dir.join("from")).unwrap();
     std::fs::create_dir(dir.join("tmp")).unwrap();
     for i in 0..100 {
@@ -139,8 +141,7 @@ fn a_copy_whose_mount_is_killed_says_so_and_leaves_no_mount() {
 
 /// A zone in which a member has made `www` a link to the folder `victim` of the host, and two programs with set-id bits.
 fn hostile(dir: &Path) {
-    good(dir, &["zone", "create", "own.zone", "--size", "32M"]);
-    good(dir, &["files", "mkfs", "own.zone"]);
+    make_zone(dir, "32M");
     let make = "mkdir victim from mnt && echo kept >victim/kept && echo new >from/new && \
                 tombolo files mount own.zone mnt && ln -s \"$PWD/victim\" mnt/www && mkdir mnt/out && echo >mnt/out/program && \
                 chmod 6755 mnt/out/program && chmod 2755 mnt/out && umount mnt";

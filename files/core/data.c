@@ -33,7 +33,7 @@ int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, 
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return inode && tfs_in_reach(fs, h) && !tfs_expelled(fs) ? map_inode(fs, inode, h, fblock, count, run) : tfs_refuse(fs, h, inode);
+	return tfs_may_look(fs, h, inode) ? map_inode(fs, inode, h, fblock, count, run) : tfs_refuse(fs, h, inode);
 }
 
 /* As tfs_tree_map, for a caller that walks a whole file. Bounded: a file has no more runs than the area has blocks, and holes between
@@ -346,7 +346,7 @@ tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 
 	look->h = h;
 	look->inode = tfs_inode(fs, h.ino);
 	/* A pin of an expelled member would be its slot's next member's, and would not keep what is copied from being another file's. */
-	if (!look->inode || tfs_expelled(fs) || !tfs_in_reach(fs, h))
+	if (!tfs_may_look(fs, h, look->inode))
 		return tfs_refuse(fs, h, look->inode);
 	tfs_keep(fs, look);
 	size = TFS_MIN(tmb_load_acquire(&look->inode->size), TFS_MAX_SIZE);

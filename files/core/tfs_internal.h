@@ -373,12 +373,17 @@ static inline bool tfs_in_reach(struct tfs *fs, struct tfs_handle h)
 {
 	return h.ino != TFS_ROOT_INO || fs->root.ino == TFS_ROOT_INO;
 }
-int tfs_refuse(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode); /* why there is no live inode */
+/* Returns whether this member may look at the record, whatever lives there by now. */
+static inline bool tfs_may_look(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
+{
+	return inode && !tfs_expelled(fs) && tfs_in_reach(fs, h);
+}
+int tfs_refuse(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode); /* the error where it may not, or where no inode of the handle lives */
 static inline int tfs_live_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **out) /* -ESTALE, -EUCLEAN, -ESHUTDOWN */
 {
 	struct tfs_inode *inode = *out = tfs_inode(fs, h.ino);
 
-	if (__builtin_expect(inode && !tfs_expelled(fs) && tfs_in_reach(fs, h) && tfs_is(inode, h), 1))
+	if (__builtin_expect(tfs_may_look(fs, h, inode) && tfs_is(inode, h), 1))
 		return 0;
 	return tfs_refuse(fs, h, inode);
 }

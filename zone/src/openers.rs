@@ -146,8 +146,8 @@ impl Mapping<'_> {
     }
 }
 
-/// The file's device and number as /proc/PID/maps has them, by a mapping of one's own: stat(2) tells another device of a file of btrfs, and of one of an overlay
-/// over several file systems.
+/// The file's device and number as /proc/PID/maps has them. This process maps the file and reads its own maps: stat(2) tells another device on btrfs, and on an
+/// overlay over several file systems.
 fn place_in_maps(file: &File) -> Option<Place> {
     let page = crate::backing::huge_page_size(file.as_fd()).unwrap_or(4096);
     let own = SharedMem::map(file.as_fd(), 0, page as u64, false).ok().and_then(|mapping| {

@@ -66,7 +66,7 @@ impl Lab {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// What `ps` tells as soon as no accelerator's server waits for a CPU: `ps` itself gives such a server 300 ms.
+    /// Runs `ps`, again while an accelerator's server waits for a CPU: `ps` gives such a server 300 ms to answer.
     pub fn ps(&self) -> serde_json::Value {
         for _ in 0..100 {
             let ps: serde_json::Value =

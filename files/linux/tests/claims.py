@@ -254,7 +254,7 @@ def a_chmod_that_waits_while_another_guest_changes_the_acl_keeps_to_that_acl(a, 
                 end = time.monotonic() + TIMEOUT
                 while not waits(m, file + 192):
                     need(time.monotonic() < end, "the chmod does not wait")
-                # What the other guest's setfacl does.
+                # The other guest's setfacl changes these words, too.
                 swap_xattrs(m, file, other)
             finally:
                 let_go_by_member_1(m, file + 192)
@@ -364,7 +364,7 @@ def a_header_that_changes_while_its_zone_is_mounted_is_refused_and_the_zone_can_
 
 @claim(1)
 def a_guest_hibernates_only_while_it_uses_no_zone(a):
-    # The guest has no swap space, so its kernel writes no image in either case; but it begins to make one only where nobody objects.
+    # The guest has no swap space, so its kernel never writes an image. It begins to make one if no driver refuses the hibernation.
     begun = "dmesg | grep -c 'Preallocating image memory' || true"
     rc, out = a.run("echo disk > /sys/power/state")
     need(rc and "busy" in out and "no hibernation while a zone is in use" in a.ok("dmesg | tail -5"), out)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* What calls on a mount cost: runs in cost.py's guest, whose time stamp counter counts instructions. `cost DIR` prints a call and its instructions a line. */
+/* Measures calls on a mount in the guest of cost.py, whose time stamp counter counts instructions. `cost DIR` prints a line for each call. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <fcntl.h>
