@@ -938,6 +938,27 @@ fn options_of_a_mount_hold_and_others_are_named() {
 }
 
 #[test]
+fn a_mount_that_ends_leaves_what_has_been_mounted_at_its_place_since() {
+    let (first, second) = (Alone::new(), Alone::new());
+    let at = first.at.to_str().expect("a path");
+    let json: serde_json::Value =
+        serde_json::from_str(&must(&["mount", "--json", &first.image, at])).expect("JSON");
+    let pid = json["pid"].as_i64().expect("a pid") as i32;
+    // SAFETY: plain calls on the process started above.
+    let signal = |signal| assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    signal(libc::SIGSTOP);
+    // Not umount(8), which would ask the suspended process for the directory's attributes.
+    let path = CString::new(at).expect("a path");
+    // SAFETY: a terminated string.
+    assert_eq!(unsafe { libc::umount2(path.as_ptr(), 0) }, 0);
+    must(&["mount", &second.image, at]);
+    fs::write(first.at.join("f"), "of the second").expect("write");
+    signal(libc::SIGCONT);
+    wait_until(|| !Path::new(&format!("/proc/{pid}")).exists());
+    assert_eq!(fs::read(first.at.join("f")).expect("the second mount"), b"of the second");
+}
+
+#[test]
 fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
     let alone = Alone::new();
     alone.mount(&[]);

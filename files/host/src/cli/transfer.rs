@@ -205,7 +205,7 @@ fn remove(folder: &Path) -> anyhow::Result<()> {
     let point = folder.join("zone");
     let removed = match std::fs::remove_dir(&point) {
         Err(e) if e.kind() == std::io::ErrorKind::ResourceBusy => {
-            session::unmount(&point).and_then(|_| std::fs::remove_dir(&point))
+            session::detach(&point, None).and_then(|_| std::fs::remove_dir(&point))
         }
         done => done,
     };

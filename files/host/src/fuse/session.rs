@@ -4,7 +4,7 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, IoSlice, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
 
 use super::abi::{self, Header, OUT_HEADER, Out, init, op};
@@ -34,6 +36,7 @@ const MOST_MORE: usize = 4096;
 pub struct Mounted {
     device: Arc<File>,
     target: PathBuf,
+    number: DeviceNumber,
 }
 
 /// The threads of a mount. A request may wait for another member, which may be suspended. So when the last idle thread takes one, another
@@ -57,7 +60,8 @@ pub fn mount(target: &Path, options: &MountOptions) -> io::Result<Mounted> {
     } else {
         mount_as_user(&target, options)?
     };
-    Ok(Mounted { device: Arc::new(device), target })
+    let number = DeviceNumber::at(CWD, &target)?;
+    Ok(Mounted { device: Arc::new(device), target, number })
 }
 
 fn mount_as_root(target: &Path, options: &MountOptions) -> io::Result<File> {
@@ -195,37 +199,82 @@ impl Mounted {
         Arc::new(Threads { device: Arc::clone(&self.device), server, over, keep, idle, more })
     }
 
-    /// [`unmount`], of this one.
+    /// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused. Another process may have unmounted it
+    /// before, and mounted something else here since, which stays.
     pub fn unmount(&self) -> io::Result<bool> {
-        unmount(&self.target)
+        if self.has_ended()? || !detach(&self.target, Some(self.number))? {
+            return Ok(true);
+        }
+        self.has_ended()
+    }
+
+    /// Whether the file system is mounted nowhere any more.
+    fn has_ended(&self) -> io::Result<bool> {
+        let mut device = [PollFd::new(&*self.device, PollFlags::empty())];
+        rustix::io::retry_on_intr(|| poll(&mut device, Some(&Timespec::default())))?;
+        Ok(device[0].revents().contains(PollFlags::ERR))
     }
 }
 
-/// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused.
-pub fn unmount(target: &Path) -> io::Result<bool> {
-    let path = CString::new(target.as_os_str().as_bytes())?;
-    if rustix::process::geteuid().is_root() {
-        for flags in [0, libc::MNT_DETACH] {
-            // SAFETY: a terminated string.
-            if unsafe { libc::umount2(path.as_ptr(), flags) } == 0 {
-                return Ok(flags == 0);
-            }
-            let error = io::Error::last_os_error();
-            match error.raw_os_error() {
-                // Not mounted any more: another process has unmounted it.
-                Some(libc::EINVAL) => return Ok(true),
-                Some(libc::EBUSY) => {}
-                _ => return Err(error),
-            }
-        }
-        return Err(io::Error::from_raw_os_error(libc::EBUSY));
+/// Takes the mount at `target` away, so that the directory is free at once; what uses the mount keeps it. Returns false if nothing is mounted there, or not
+/// the file system `of`.
+pub fn detach(target: &Path, of: Option<DeviceNumber>) -> io::Result<bool> {
+    let place =
+        match rustix::fs::open(target, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(place) => Some(place),
+            Err(Errno::NOENT) => return Ok(false),
+            // By name then.
+            Err(Errno::MFILE | Errno::NFILE) => None,
+            Err(e) => return Err(e.into()),
+        };
+    let number = || {
+        place
+            .as_ref()
+            .map_or_else(|| DeviceNumber::at(CWD, target), |place| DeviceNumber::at(place, Path::new("")))
+    };
+    if of.is_some() && of != Some(number()?) {
+        return Ok(false);
     }
-    for args in [&["-u"][..], &["-uz"]] {
-        if Command::new("fusermount3").args(args).arg("--").arg(target).output()?.status.success() {
-            return Ok(args[0] == "-u");
+    if !rustix::process::geteuid().is_root() {
+        drop(place);
+        // By name: fusermount3 takes no descriptor. What is mounted here between the look above and its own is unmounted, if it is this user's.
+        let out = Command::new("fusermount3").args(["-uz", "--"]).arg(target).output()?;
+        if out.status.success() {
+            return Ok(true);
         }
+        let text = String::from_utf8_lossy(&out.stderr).trim().to_owned();
+        return Err(io::Error::other(format!("fusermount3 could not unmount {}: {text}", target.display())));
     }
-    Err(io::Error::other(format!("fusermount3 could not unmount {}", target.display())))
+    // The descriptor names this very mount, whatever is mounted here since.
+    let name = match &place {
+        Some(place) => CString::new(format!("/proc/self/fd/{}", place.as_raw_fd()))?,
+        None => CString::new(target.as_os_str().as_bytes())?,
+    };
+    // SAFETY: a terminated string.
+    if unsafe { libc::umount2(name.as_ptr(), libc::MNT_DETACH) } == 0 {
+        return Ok(true);
+    }
+    match io::Error::last_os_error() {
+        // Not a mount, or not any more: another process has unmounted it.
+        e if e.raw_os_error() == Some(libc::EINVAL) => Ok(false),
+        e => Err(e),
+    }
+}
+
+/// The number of a file system's device, which no other file system has while this one is mounted somewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceNumber {
+    major: u32,
+    minor: u32,
+}
+
+impl DeviceNumber {
+    /// Of the file system that `path`, or `dir` if it is empty, is on. Asks the kernel only, not the file system's process.
+    fn at(dir: impl AsFd, path: &Path) -> io::Result<DeviceNumber> {
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+        let found = rustix::fs::statx(dir, path, flags, StatxFlags::empty())?;
+        Ok(DeviceNumber { major: found.stx_dev_major, minor: found.stx_dev_minor })
+    }
 }
 
 /// Another descriptor of the same mount, with a queue of its own.
