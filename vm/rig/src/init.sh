@@ -21,10 +21,11 @@ exec 3<>/dev/ttyS1
 # reads the commands.
 {
 	echo "<<ready>>" >&3
+	# The file is at a place of its own: a command that uses a file of the same name would copy that into itself.
 	while read -r line <&3; do
-		sh -c "$line" </dev/null >/tmp/out 2>&1
+		sh -c "$line" </dev/null >/.answer 2>&1
 		rc=$?
-		cat /tmp/out >&3
+		cat /.answer >&3
 		echo "<<rc=$rc>>" >&3
 	done
 	poweroff -f
