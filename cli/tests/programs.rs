@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Commands that are programs of their own. Here a script stands for the program, so that what reaches it is seen.
 
-use std::os::unix::fs::PermissionsExt;
+mod common;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+use common::write_program;
 
 /// Prints the variables and the arguments that it gets, and ends with 7.
 const SCRIPT: &str = "#!/bin/sh\n\
@@ -28,8 +31,7 @@ impl Installation {
         let installation = Installation::new();
         let file = installation.path(folder).join(program);
         std::fs::create_dir_all(file.parent().unwrap()).unwrap();
-        std::fs::write(&file, SCRIPT).unwrap();
-        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
+        write_program(&file, SCRIPT);
         installation
     }
 
