@@ -136,9 +136,12 @@ impl Mounted {
         let own = std::process::id();
         let folder = std::env::temp_dir().join(format!(".tombolo-copy-{}", uuid::Uuid::new_v4()));
         let mut private = std::fs::DirBuilder::new();
-        let made = private.mode(0o700).create(&folder);
+        private.mode(0o700).create(&folder).with_context(|| format!("making {}", folder.display()))?;
         let point = folder.join("zone");
-        made.and_then(|()| private.create(&point)).with_context(|| format!("making {}", point.display()))?;
+        if let Err(e) = private.create(&point) {
+            std::fs::remove_dir(&folder).with_context(|| format!("removing {}", folder.display()))?;
+            return Err(e).with_context(|| format!("making {}", point.display()));
+        }
         let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
         command.args(["files", "mount", "--foreground", "--member", &format!("copy-{own}")]);
         command.args(read_only.then_some("--read-only"));
