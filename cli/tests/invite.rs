@@ -630,6 +630,29 @@ fn a_vm_whose_connection_another_process_has_made_outlives_that_one_and_its_serv
     place.until("it does not end", || place.run(&["files", "fsck", "-y", "own.zone"]).status.success());
 }
 
+/// The process that has the zone in its memory when the server looks has ended later, and one that it has forked is the VM.
+#[test]
+fn a_vm_that_goes_on_in_a_process_that_it_has_forked_outlives_its_server() {
+    let place = Place::new();
+    place.good(&["files", "mkfs", "own.zone"]);
+    let script = "import mmap, os, signal, socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\n\
+                  s.recv(8)\nf = open(sys.argv[2], 'r+b')\nm = mmap.mmap(f.fileno(), 0)\nif os.fork():\n  signal.pause()\n\
+                  print('in', flush=True)\nsys.stdin.read()";
+    let mut first = Vm::run(script, &place.invite("a", &[]), Some(&place.zone()));
+    let vm = first.0.stdin.take();
+    let noted = place.room("a.namespaces").unwrap();
+    place.until("the VM is not noted", || noted.exists());
+    place.kill_server();
+    drop(first);
+    for args in [&["files", "fsck", "-y", "own.zone"][..], &["zone", "rm", "own.zone"]] {
+        let said = place.bad(args);
+        assert!(said.contains(": a could") || said.contains("may have outlived their server: a"), "{said}");
+    }
+    assert!(place.member("a").unwrap().alive);
+    drop(vm);
+    place.until("it does not end", || place.run(&["files", "fsck", "-y", "own.zone"]).status.success());
+}
+
 #[test]
 fn a_vm_that_dies_after_its_server_is_found_dead_by_a_mount_that_stays() {
     let place = Place::new();
@@ -747,6 +770,24 @@ fn many_vms_are_invited_and_expelled_at_once() {
         });
     }
     assert_eq!(Zone::open(place.zone(), false).unwrap().members().unwrap(), []);
+}
+
+/// A slot went to such a VM later, though its invitation had failed.
+#[test]
+fn an_invitation_that_gets_no_server_leaves_nothing() {
+    let place = Place::new();
+    let vm = Vm::mapping(&place.invite("a", &[]), &place.zone());
+    place.kill_server();
+    let said = place.bad(&["zone", "invite", "own.zone", "b"]);
+    assert!(said.contains("the zone's server ended at once"), "{said}");
+    assert!(!place.room("b.invited").unwrap().exists() && place.member("b").is_none());
+    // One that was invited before stays so.
+    place.bad(&["zone", "invite", "own.zone", "a"]);
+    assert!(place.room("a.invited").unwrap().exists() && place.member("a").unwrap().alive);
+    drop(vm);
+    place.invite("c", &[]);
+    let members = Zone::open(place.zone(), false).unwrap().members().unwrap();
+    assert_eq!(members.iter().map(|m| m.name.as_str()).collect::<Vec<_>>(), ["a", "c"]);
 }
 
 /// The owner kept the former slot, and gave it to the new invitation, which had another one by then; expelled again, the VM was still in the table.

@@ -32,7 +32,7 @@ pub(crate) enum Access {
 pub(crate) enum Openers {
     None,
     Some,
-    /// The file is another user's; or it has no name, or its file system no leases, and this process can't look at all processes of the host.
+    /// The file is another user's or has no name, or its file system no leases; and this process finds none, and can't look at all processes of the host.
     Unknown,
 }
 
@@ -62,8 +62,7 @@ pub(crate) fn look(file: &File, access: Access) -> Openers {
     }
     match Errno::from_io_error(&std::io::Error::last_os_error()) {
         Some(Errno::AGAIN) => Openers::Some,
-        Some(Errno::ACCESS | Errno::PERM) => Openers::Unknown,
-        // A file system without leases.
+        // Another user's file, or a file system without leases.
         _ => search(file, access),
     }
 }
@@ -261,6 +260,31 @@ mod tests {
         assert_eq!(names(&path, Access::Write), format!("process {} (python3)", mapper.0.id()));
         drop(mapper);
         assert_eq!(names(&path, Access::Write), "a process that this one can't see");
+    }
+
+    /// It may ask for no lease of another user's file, and may look at its own processes.
+    #[test]
+    fn an_ordinary_user_finds_its_own_process_that_maps_another_users_file() {
+        use std::os::unix::fs::PermissionsExt;
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        for (path, mode) in [(dir.path(), 0o755), (path.as_path(), 0o666)] {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        }
+        let ordinary = move || {
+            // SAFETY: numbers only, of this thread alone.
+            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65534, 65534, 65534) }, 0);
+            let reader = File::open(&path).unwrap();
+            let mapper = Mapper::of(&path);
+            assert_eq!(look(&reader, Access::Write), Openers::Some);
+            drop(mapper);
+            assert_eq!(look(&reader, Access::Write), Openers::Unknown);
+        };
+        std::thread::spawn(ordinary).join().unwrap();
     }
 
     /// There the kernel grants the lease.

@@ -115,7 +115,7 @@ impl Server {
                 Ok(Happening::Ended(member, process)) => self.ended(member, &process, say),
                 Err(RecvTimeoutError::Timeout) => {
                     next = Instant::now() + TICK;
-                    self.tend()
+                    self.tend(say)
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
             };
@@ -135,8 +135,9 @@ impl Server {
         Ok(())
     }
 
-    fn tend(&mut self) -> Result<()> {
+    fn tend(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
         self.zone.beat()?;
+        self.end_unwatched(say)?;
         if !self.zone.reap()?.is_empty() {
             self.bells.ring_all()?;
         }
@@ -273,8 +274,8 @@ impl Server {
                 self.bells.let_in(knock)?;
                 return looked;
             }
-            // One that is not known has not ended: that would have been heard first.
-            if there.process.as_ref().is_none_or(|p| !p.has_ended()) {
+            // One that has a connection of whose end nothing was heard may have passed it on, and one that is not known has not ended: that would have been heard.
+            if there.connections > 0 || there.process.as_ref().is_none_or(|p| !p.has_ended()) {
                 say(format!("{name}: refused: another process is this VM and lives; end one of the two"));
                 return looked;
             }
@@ -305,11 +306,7 @@ impl Server {
         process: Option<&Process>,
     ) -> Result<HeldByOwner> {
         let liveness = self.zone.hold_as_owner(id)?;
-        match process.and_then(Process::name) {
-            Some(process) => self.room.note(name, process)?,
-            // No record of a former one is left.
-            None => self.room.forget(name)?,
-        }
+        // The end of one that is refused is no VM's.
         if let Some(process) = process {
             self.watch(id, process.clone())?;
         }
@@ -317,7 +314,20 @@ impl Server {
             // It can't write to its slot, so the server marks it active.
             self.zone.activate(id)?;
         }
+        // Last, so that none is left of one that is refused.
+        match process.and_then(Process::name) {
+            Some(process) => self.room.note(name, process)?,
+            // No record of a former one is left.
+            None => self.room.forget(name)?,
+        }
         Ok(liveness)
+    }
+
+    /// Ends the VMs whose processes have ended without being heard: a thread that waits for that may have found no memory.
+    fn end_unwatched(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
+        let processes = self.guests.iter().filter_map(|(id, guest)| Some((*id, guest.process.clone()?)));
+        let ended: Vec<_> = processes.filter(|(_, process)| process.has_ended()).collect();
+        ended.into_iter().try_for_each(|(id, process)| self.ended(id, &process, say))
     }
 
     /// Starts a thread that waits for a process's end.
@@ -362,5 +372,65 @@ impl Server {
 
     fn name(&self, id: MemberId) -> String {
         self.listening.get(&id).map_or_else(|| format!("member {id}"), |vm| vm.name.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::process::Command;
+
+    use super::*;
+    use crate::{Backing, ZoneConfig};
+
+    /// A process that has connected, and ended.
+    fn ended_process(dir: &Path) -> Process {
+        let path = dir.join("connect");
+        let listener = UnixListener::bind(&path).unwrap();
+        let script =
+            "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\ns.recv(1)";
+        let mut child = Command::new("python3").args(["-c", script]).arg(&path).spawn().unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        let process = Process::of(&stream).unwrap().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        drop(stream);
+        child.wait().unwrap();
+        process
+    }
+
+    /// In a process of its own, whose folder of sockets is a new one.
+    #[test]
+    fn a_vm_whose_end_nothing_has_told_ends_once_its_connection_has_ended_too() {
+        let Some(folder) = std::env::var_os("TOMBOLO_TEST_FOLDER") else {
+            let dir = tempfile::tempdir().unwrap();
+            let mut own = Command::new(std::env::current_exe().unwrap());
+            let name = "serve::tests::a_vm_whose_end_nothing_has_told_ends_once_its_connection_has_ended_too";
+            own.args(["--exact", name, "--nocapture"]).env("TOMBOLO_TEST_FOLDER", dir.path());
+            assert!(own.env("TOMBOLO_ZONES_RUN", dir.path().join("zones")).status().unwrap().success());
+            return;
+        };
+        let dir = Path::new(&folder);
+        let path = dir.join("zone");
+        let zone = Zone::create(&ZoneConfig::new("z", 8 << 20).backing(Backing::File(path.clone()))).unwrap();
+        let id = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
+        drop(zone);
+        let mut server = Server::start(&path).unwrap();
+        let process = Some(ended_process(dir));
+        let _liveness = server.zone.hold_as_owner(id).unwrap();
+        server.guests.insert(id, Guest { process, connections: 1, is_vm: true, _liveness });
+        let mut said = Vec::new();
+        // One that comes before that was heard does not take the place of the process that has the connection.
+        let _second = UnixStream::connect(server.room.socket("a")).unwrap();
+        let Happening::Bell(knock) = server.happenings.recv().unwrap() else { panic!("not of a doorbell") };
+        server.hear(knock, &mut |line| said.push(line)).unwrap();
+        assert!(said.pop().unwrap().starts_with("a: refused: another process is this VM"));
+        // Nor does the look for processes that have ended.
+        server.tend(&mut |line| said.push(line)).unwrap();
+        assert!(server.zone.member(id).unwrap().alive && server.guests[&id].process.is_none());
+        let guest = server.guests.get_mut(&id).unwrap();
+        (guest.process, guest.connections) = (Some(ended_process(dir)), 0);
+        server.tend(&mut |line| said.push(line)).unwrap();
+        assert!(!server.zone.member(id).unwrap().alive);
+        assert_eq!(said, ["a: ended"]);
     }
 }

@@ -58,13 +58,31 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         ),
         _ => drop(zone.invite(member, Role::Vm, rights)?),
     }
+    let is_new = !room.invited()?.contains_key(member);
     room.invite(member, rights)?;
     let socket = room.socket(member);
     let (name, uuid, size) = (zone.name().to_owned(), zone.uuid(), zone.size());
     // A server does not take a zone over that other processes could write to, if VMs may have outlived an earlier one.
     drop(zone);
-    serve(&path, &room, &socket, program, turn)?;
+    if let Err(error) = serve(&path, &room, &socket, program, turn) {
+        // It would get the next slot that is free.
+        return Err(match if is_new { withdraw(&path, &room, member) } else { Ok(()) } {
+            Ok(()) => error,
+            Err(e) => error.context(format!("'{member}' stays invited: {e}")),
+        });
+    }
     Ok(Invitation { member: member.to_owned(), rights, zone: name, uuid, path, size, socket })
+}
+
+/// Takes an invitation back that the zone's server has given no socket, and the slot that nobody else has taken meanwhile.
+fn withdraw(path: &Path, room: &Room, member: &str) -> anyhow::Result<()> {
+    if room.socket(member).exists() {
+        return Ok(());
+    }
+    room.expel(member)?;
+    let zone = Zone::open(path, true)?;
+    let there = zone.members()?.into_iter().find(|m| m.name == member && !m.alive);
+    Ok(there.map_or(Ok(()), |there| zone.remove(there.id))?)
 }
 
 /// Waits until no other process invites a VM to the zone: a server that one of them has just started owns the zone before it is known as its server.

@@ -2,10 +2,10 @@
 //! A zone without an owner: which VMs live, and how a process becomes its owner.
 //!
 //! The owner of a zone holds the slots of VMs that it does not start. When it is killed, the kernel drops these locks and the VMs live on, with the whole
-//! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the record of its process,
-//! where it is of this process's namespaces ([`Room::lives`]); the host, where it has booted since ([`boot`]); the VM's own process, where that is what held
-//! the slot; or the kernel, if no process has the zone open as these VMs have it ([`Openers`]). All but the record are the same for each user, environment
-//! and namespace.
+//! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the host, where it has
+//! booted since ([`boot`]); the VM's own process, where that is what held the slot; the kernel, if no process has the zone open as these VMs have it
+//! ([`Openers`]); or, where the kernel can't be asked, the record of its process, where it is of this process's namespaces ([`Room::lives`]). All but the
+//! record are the same for each user, environment and namespace.
 
 use std::fs::File;
 use std::mem::offset_of;
@@ -33,9 +33,27 @@ const OVERDUE: Duration = Duration::from_secs(3);
 #[derive(Debug, Default)]
 pub struct Unburied(Vec<(MemberId, u32, Instant)>);
 
-/// VMs that are alive only because nothing says that they have ended.
+/// A VM that is alive only because nothing but a record says that it has ended.
+struct InDoubt {
+    id: MemberId,
+    /// The process that was recorded as the VM has ended. One that it has forked may be the VM, which the kernel knows.
+    has_ended_by_record: bool,
+}
+
+impl InDoubt {
+    /// Returns whether it counts as alive where these processes have the zone open.
+    fn may_live(&self, openers: Openers) -> bool {
+        match openers {
+            Openers::None => false,
+            Openers::Some => true,
+            Openers::Unknown => !self.has_ended_by_record,
+        }
+    }
+}
+
+/// VMs that are alive only because nothing but a record says that they have ended.
 struct Doubted {
-    vms: Vec<MemberId>,
+    vms: Vec<InDoubt>,
     access: Access,
 }
 
@@ -125,9 +143,10 @@ impl Zone {
         if doubted.access > looked_for {
             openers = Openers::Some;
         }
-        if !doubted.vms.is_empty() && openers != Openers::None {
-            let name = |id: &MemberId| slots[id.index() as usize].name.clone();
-            return Err(Hindrance::Doubt(doubted.vms.iter().map(name).collect(), doubted.access, openers));
+        let name = |vm: &InDoubt| slots[vm.id.index() as usize].name.clone();
+        let living: Vec<String> = doubted.vms.iter().filter(|vm| vm.may_live(openers)).map(name).collect();
+        if !living.is_empty() {
+            return Err(Hindrance::Doubt(living, doubted.access, openers));
         }
         // All of them have ended.
         if let Some(room) = room {
@@ -191,7 +210,13 @@ impl Zone {
         }
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
         let mut slots = self.slots_held()?;
-        self.doubted(&mut slots)?;
+        // This process has the zone open itself, so the kernel can't tell.
+        for vm in self.doubted(&mut slots)?.vms.iter().filter(|vm| vm.has_ended_by_record) {
+            slots[vm.id.index() as usize].alive = false;
+            // One that had not joined was let in all the same.
+            self.mem.store_u32(vm.id.at(offset_of!(tmb_member, doorbell)), 0)?;
+            self.mem.store_u32(vm.id.at(offset_of!(tmb_member, let_in)), 0)?;
+        }
         let mut dead = Vec::new();
         for member in slots {
             let ended = matches!(member.state, MemberState::Active | MemberState::Damaged);
@@ -250,11 +275,9 @@ impl Zone {
     pub(super) fn settle(&self, slots: &mut [Member]) -> Result<()> {
         let doubted = self.doubted(slots)?;
         // A process that could write would find itself.
-        if !self.mem.writable() && doubted.openers(&self.file) == Some(Openers::None) {
-            slots
-                .iter_mut()
-                .filter(|slot| doubted.vms.contains(&slot.id))
-                .for_each(|slot| slot.alive = false);
+        let openers = if self.mem.writable() { None } else { doubted.openers(&self.file) };
+        for vm in doubted.vms.iter().filter(|vm| openers.is_some_and(|openers| !vm.may_live(openers))) {
+            slots.iter_mut().filter(|slot| slot.id == vm.id).for_each(|slot| slot.alive = false);
         }
         Ok(())
     }
@@ -277,10 +300,11 @@ impl Zone {
             let may_live =
                 (has_joined || was_let_in || slot.doorbell.is_some()) && !boot::is_over(slot.let_in, session);
             slot.alive = match room.as_ref().and_then(|room| room.lives(&slot.name, session)) {
-                Some(lives) => lives,
-                None if is_owned || slot.held_by_vm || !may_live => false,
-                None => {
-                    doubted.vms.push(slot.id);
+                Some(true) => true,
+                _ if is_owned || slot.held_by_vm || !may_live => false,
+                by_record => {
+                    let has_ended_by_record = by_record == Some(false);
+                    doubted.vms.push(InDoubt { id: slot.id, has_ended_by_record });
                     if slot.rights == Rights::READ_ONLY {
                         doubted.access = Access::Any;
                     }
