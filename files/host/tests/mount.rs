@@ -539,6 +539,27 @@ fn a_file_system_is_made_restored_repaired_and_granted_by_one_process_at_a_time(
 }
 
 #[test]
+fn an_image_that_is_mounted_or_being_made_is_not_restored_from() {
+    let alone = Alone::new();
+    let zone = alone.at.with_file_name("zone").display().to_string();
+    must(&["mkfs", "--size=64M", &zone]);
+    let restore = || files(&["restore", "--force", &alone.image, &zone]);
+    let refused = |why: &str| {
+        let out = restore();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && said.contains(why), "{said}");
+    };
+    alone.mount(&[]);
+    refused("is mounted");
+    unmount(&alone.at);
+    let target = Target::open(Path::new(&alone.image), true, None).expect("a file system");
+    target.hold_contents("mkfs").expect("no other process");
+    refused("another process");
+    drop(target);
+    must(&["restore", "--force", &alone.image, &zone]);
+}
+
+#[test]
 fn who_mounts_an_image_whose_mount_another_namespace_keeps_is_told_which_process_to_end() {
     let alone = Alone::new();
     alone.mount(&[]);
