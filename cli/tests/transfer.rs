@@ -58,10 +58,10 @@ fn fsck_calls_no_damaged_file_system_clean_or_repaired_where_nobody_takes_its_wo
         command.args(["files", "fsck", "-n", "made"]).current_dir(dir).stdout(output).stderr(Stdio::null());
         command.status().unwrap().code()
     };
-    let (reader, nobody_reads) = std::io::pipe().unwrap();
+    let (reader, nobody_reads) = std::os::unix::net::UnixStream::pair().unwrap();
     drop(reader);
     assert_eq!(code(Stdio::null()), Some(4));
-    assert_eq!(code(nobody_reads.into()), Some(4));
+    assert_eq!(code(std::os::fd::OwnedFd::from(nobody_reads).into()), Some(4));
     assert_eq!(code(std::fs::File::options().write(true).open("/dev/full").unwrap().into()), Some(8));
 }
 

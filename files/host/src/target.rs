@@ -466,6 +466,13 @@ impl Target {
     /// Refuses if a member could mount the file system at any moment, and keeps others out until the value returned is dropped. `None`: a file system
     /// outside a zone, which this process holds by flock.
     pub fn require_nobody(&self, what: &str) -> anyhow::Result<Option<KeptOut>> {
+        // Before others are kept out: a mount that has just been unmounted may still leave.
+        if self.is_zone() {
+            let busy = || std::io::Error::from_raw_os_error(libc::EAGAIN);
+            await_serving(|| {
+                if self.is_in_use().map_err(std::io::Error::other)? { Err(busy()) } else { Ok(()) }
+            })?;
+        }
         let kept_out = match &self.kind {
             Kind::Zone { zone, .. } => Some(zone.keep_members_out()?),
             Kind::Bare { .. } => None,
