@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo files import` and `export`, through real mounts (FUSE).
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
@@ -37,6 +38,42 @@ fn a_files_command_whose_output_takes_nothing_names_the_cause() {
         let words = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{args:?}: {words}");
         assert_eq!(words, "tombolo: the output can't be written: No space left on device (os error 28)\n");
+    }
+}
+
+#[test]
+fn fsck_calls_no_damaged_file_system_clean_or_repaired_where_nobody_takes_its_words() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    good(dir, &["files", "mkfs", "--size", "16M", "made"]);
+    std::fs::create_dir(dir.join("site")).unwrap();
+    std::fs::write(dir.join("site/name-of-its-own"), "x").unwrap();
+    good(dir, &["files", "import", "site", "made"]);
+    let mut bytes = std::fs::read(dir.join("made")).unwrap();
+    let name = bytes.windows(15).position(|bytes| bytes == b"name-of-its-own").unwrap();
+    bytes[name] = b'f';
+    std::fs::write(dir.join("made"), bytes).unwrap();
+    let code = |output: Stdio| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        command.args(["files", "fsck", "-n", "made"]).current_dir(dir).stdout(output).stderr(Stdio::null());
+        command.status().unwrap().code()
+    };
+    let (reader, nobody_reads) = std::os::unix::net::UnixStream::pair().unwrap();
+    drop(reader);
+    assert_eq!(code(Stdio::null()), Some(4));
+    assert_eq!(code(std::os::fd::OwnedFd::from(nobody_reads).into()), Some(4));
+    assert_eq!(code(std::fs::File::options().write(true).open("/dev/full").unwrap().into()), Some(8));
+}
+
+#[test]
+fn an_image_of_a_file_system_is_readable_for_its_user_alone() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    make_zone(dir, "16M");
+    good(dir, &["files", "snapshot", "own.zone", "image"]);
+    good(dir, &["files", "mkfs", "--size", "16M", "made"]);
+    for name in ["image", "made"] {
+        assert_eq!(std::fs::metadata(dir.join(name)).unwrap().permissions().mode() & 0o7777, 0o600, "{name}");
     }
 }
 

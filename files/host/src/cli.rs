@@ -2,6 +2,7 @@
 //! The commands `tombolo files …`. Exit codes: 0 done, 1 failed (a line says what, where and what to do); fsck's are its own.
 
 use std::io::IsTerminal;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -240,7 +241,7 @@ fn mkfs(
 ) -> anyhow::Result<()> {
     if let Some(size) = size {
         let is_new = !zone.exists();
-        let file = std::fs::File::options().write(true).create(true).truncate(false).open(zone);
+        let file = std::fs::File::options().write(true).create(true).truncate(false).mode(0o600).open(zone);
         let file = file.with_context(|| format!("creating {}", zone.display()))?;
         if file.metadata()?.len() != 0 {
             bail!("{}: exists already; leave --size away to use it as it is", zone.display());

@@ -444,17 +444,35 @@ impl Target {
             Kind::Bare { file, .. } => byte_lock(file, REPLACING, libc::F_OFD_SETLK, libc::F_WRLCK).map(drop),
         })?;
         if !alone {
-            bail!(
-                "{}: another process makes, restores or repairs its file system, or grants its members something; {what} again once that has ended",
-                self.path.display()
-            );
+            return Err(self.is_replaced(what));
         }
         Ok(held)
+    }
+
+    /// As [`Target::hold_contents`], beside others that only read. Of a bare file system, which may be open read-only.
+    pub fn hold_to_read(&self, what: &str) -> anyhow::Result<()> {
+        let Kind::Bare { file, .. } = &self.kind else { return Ok(()) };
+        let alone = await_serving(|| byte_lock(file, REPLACING, libc::F_OFD_SETLK, libc::F_RDLCK).map(drop))?;
+        if alone { Ok(()) } else { Err(self.is_replaced(what)) }
+    }
+
+    fn is_replaced(&self, what: &str) -> anyhow::Error {
+        anyhow::anyhow!(
+            "{}: another process makes, restores or repairs its file system, or grants its members something; {what} again once that has ended",
+            self.path.display()
+        )
     }
 
     /// Refuses if a member could mount the file system at any moment, and keeps others out until the value returned is dropped. `None`: a file system
     /// outside a zone, which this process holds by flock.
     pub fn require_nobody(&self, what: &str) -> anyhow::Result<Option<KeptOut>> {
+        // Before others are kept out: a mount that has just been unmounted may still leave.
+        if self.is_zone() {
+            let busy = || std::io::Error::from_raw_os_error(libc::EAGAIN);
+            await_serving(|| {
+                if self.is_in_use().map_err(std::io::Error::other)? { Err(busy()) } else { Ok(()) }
+            })?;
+        }
         let kept_out = match &self.kind {
             Kind::Zone { zone, .. } => Some(zone.keep_members_out()?),
             Kind::Bare { .. } => None,

@@ -539,6 +539,44 @@ fn a_file_system_is_made_restored_repaired_and_granted_by_one_process_at_a_time(
 }
 
 #[test]
+fn a_zone_can_be_repaired_as_soon_as_it_is_unmounted() {
+    let dir = TempDir::new().expect("a directory");
+    let (zone, at) = (dir.path().join("zone"), dir.path().join("at"));
+    let owner = Zone::create(&ZoneConfig::new("left", 32 << 20).backing(Backing::File(zone.clone())));
+    drop(owner.expect("a zone"));
+    fs::create_dir(&at).expect("a directory");
+    let (zone, point) = (zone.to_str().expect("a path"), at.to_str().expect("a path"));
+    must(&["mkfs", zone]);
+    for _ in 0..20 {
+        must(&["mount", zone, point]);
+        fs::write(at.join("file"), vec![1; 4 << 20]).expect("write");
+        unmount(&at);
+        must(&["fsck", "-y", zone]);
+    }
+}
+
+#[test]
+fn an_image_that_is_mounted_or_being_made_is_not_restored_from() {
+    let alone = Alone::new();
+    let zone = alone.at.with_file_name("zone").display().to_string();
+    must(&["mkfs", "--size=64M", &zone]);
+    let restore = || files(&["restore", "--force", &alone.image, &zone]);
+    let refused = |why: &str| {
+        let out = restore();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && said.contains(why), "{said}");
+    };
+    alone.mount(&[]);
+    refused("is mounted");
+    unmount(&alone.at);
+    let target = Target::open(Path::new(&alone.image), true, None).expect("a file system");
+    target.hold_contents("mkfs").expect("no other process");
+    refused("another process");
+    drop(target);
+    must(&["restore", "--force", &alone.image, &zone]);
+}
+
+#[test]
 fn who_mounts_an_image_whose_mount_another_namespace_keeps_is_told_which_process_to_end() {
     let alone = Alone::new();
     alone.mount(&[]);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo files fsck`, with the exit codes of other fsck programs: 0 clean, 1 repaired, 4 damage is left, 8 could not check.
 
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -36,16 +38,24 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
-    match checked(args, json) {
-        Ok(code) => Ok(ExitCode::from(code)),
-        Err(e) => {
-            eprintln!("Error: {e:#}");
-            Ok(ExitCode::from(NOT_CHECKED))
+    let told = checked(args, json).and_then(|(code, said)| {
+        let mut output = io::stdout().lock();
+        match output.write_all(said.as_bytes()).and_then(|()| output.flush()) {
+            // Who reads no further has the code still: 'fsck | head' finds no damaged file system clean.
+            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+                Err(anyhow::Error::new(e).context("the output can't be written"))
+            }
+            _ => Ok(code),
         }
-    }
+    });
+    Ok(ExitCode::from(told.unwrap_or_else(|e| {
+        eprintln!("Error: {e:#}");
+        NOT_CHECKED
+    })))
 }
 
-fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
+/// Returns the exit code and what is to be said.
+fn checked(args: &Args, json: bool) -> anyhow::Result<(u8, String)> {
     let target = Target::open(&args.zone, args.yes, args.area.as_deref())?;
     let _kept_out = args.yes.then(|| target.require_nobody("fsck")).transpose()?;
     let _alone = args.yes.then(|| target.hold_contents("fsck")).transpose()?;
@@ -72,19 +82,17 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         _ => 4,
     };
     if json {
-        println!(
-            "{}",
-            json!({"zone": args.zone, "live": live, "unfinished": unfinished, "exit": code, "report": report})
-        );
-        return Ok(code);
+        let said = json!({"zone": args.zone, "live": live, "unfinished": unfinished, "exit": code, "report": report});
+        return Ok((code, format!("{said}\n")));
     }
+    let mut said = String::new();
     for problem in report.problems.iter().filter(|p| args.verbose || p.severity != Severity::Note) {
         let done = match (problem.fixed, problem.severity) {
             (true, _) => " (repaired)",
             (false, Severity::Note) => "",
             _ => " (not repaired)",
         };
-        println!("{}: {}{done}", args.zone.display(), shown(&problem.text));
+        writeln!(said, "{}: {}{done}", args.zone.display(), shown(&problem.text))?;
     }
     if unfinished > 0 {
         let then = match (args.yes, finished.is_some()) {
@@ -94,10 +102,11 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
                 " by the next mount; there is no memory for a copy in which that is done, so they are among the damage"
             }
         };
-        println!(
+        writeln!(
+            said,
             "{}: operations that members left unfinished when they died: {unfinished}, completed or undone{then}",
             args.zone.display()
-        );
+        )?;
     }
     let state = match code {
         0 if live => "clean as far as can be told while members use it",
@@ -106,13 +115,14 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<u8> {
         _ if args.yes => "damage is left that can't be repaired",
         _ => "damaged; repair with: tombolo files fsck -y",
     };
-    println!(
+    writeln!(
+        said,
         "{}: {state}: {} inodes, {} of them directories, {} of {} MiB used",
         args.zone.display(),
         report.inodes,
         report.directories,
         report.blocks_used >> 8,
         report.blocks >> 8
-    );
-    Ok(code)
+    )?;
+    Ok((code, said))
 }

@@ -2,6 +2,7 @@
 //! `tombolo files snapshot` and `restore`.
 
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use anyhow::{Context, bail};
@@ -9,7 +10,7 @@ use serde_json::json;
 
 use super::{Meter, open_error};
 use crate::account;
-use crate::area::{Area, Map};
+use crate::area::Area;
 use crate::fs::Filesystem;
 use crate::snapshot;
 use crate::sys;
@@ -49,7 +50,8 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
     let (area, joined) = target.join(Name::Process("snapshot"))?;
     let mut fs = Filesystem::open(area).map_err(|e| open_error(&args.zone, e))?;
     fs.ring_by(joined.as_ref().and_then(crate::target::Joined::ringer));
-    let image = File::options().read(true).write(true).create_new(true).open(&args.image);
+    // It has all users' files, so it is for the user alone who takes it, as a zone's file is.
+    let image = File::options().read(true).write(true).create_new(true).mode(0o600).open(&args.image);
     let image = image.with_context(|| format!("{at}: the image can't be made"))?;
     let taken = if snapshot::is_inside(&fs, &image) {
         Err(anyhow::anyhow!("{at}: lies in the zone itself; write the image to another file system"))
@@ -81,10 +83,14 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
 /// Runs `restore`.
 pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
     let at = args.image.display();
-    let file = File::open(&args.image).with_context(|| format!("opening {at}"))?;
-    let image = Area::whole(
-        Map::new(&file, file.metadata()?.len(), false).with_context(|| format!("mapping {at}"))?,
-    )?;
+    let source = Target::open(&args.image, false, None)?;
+    if source.is_zone() {
+        bail!("{at}: is a zone and no image; 'tombolo files snapshot' makes one of it");
+    }
+    // Until the end no mount changes it, and no other process makes it anew.
+    source.hold_to_read("restore")?;
+    source.require_unused("restore", false)?;
+    let image = source.area()?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
     let _alone = target.hold_contents("restore")?;
     target.require_unused("restore", args.force)?;

@@ -34,6 +34,9 @@ const PIECE: usize = 1 << 20;
 /// How often a name is made that other runs make meanwhile.
 const LINK_TRIES: u32 = 100;
 
+/// The attribute that holds the rights of further users.
+const ACCESS_LIST: &CStr = c"system.posix_acl_access";
+
 /// The counts of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Done {
@@ -81,7 +84,15 @@ pub fn mirror(
     delete: bool,
     progress: &mut dyn FnMut(&Done),
 ) -> anyhow::Result<Done> {
-    let mut copy = Copy { from, to, rights, links: BTreeMap::new(), swept: None, done: Done::default() };
+    let mut copy = Copy {
+        from,
+        to,
+        rights,
+        links: BTreeMap::new(),
+        kept: BTreeMap::new(),
+        swept: None,
+        done: Done::default(),
+    };
     let mut folders = Vec::new();
     for inside in from.walk(false) {
         let inside = inside?;
@@ -110,6 +121,8 @@ struct Copy<'a> {
     rights: Rights,
     /// Files with several names, by device and inode: the name that was copied.
     links: BTreeMap<(u64, u64), PathBuf>,
+    /// Files of the target with several names that were equal already, by device and inode: the file of the source that each is the copy of.
+    kept: BTreeMap<(u64, u64), (u64, u64)>,
     /// The directory, from the root, in which this run has removed last what dead runs left; `None`: in none yet.
     swept: Option<PathBuf>,
     done: Done,
@@ -122,7 +135,8 @@ impl Copy<'_> {
         let meta = fs::symlink_metadata(&source.path)?;
         let there = present(&target.path)?;
         if meta.is_dir() {
-            if there.as_ref().is_some_and(Metadata::is_dir) {
+            if let Some(there) = there.as_ref().filter(|there| there.is_dir()) {
+                self.narrow(&source.path, &target.path, &meta, there)?;
                 self.done.same += 1;
             } else {
                 clear(&target.path, there.as_ref())?;
@@ -144,6 +158,24 @@ impl Copy<'_> {
         Ok(meta)
     }
 
+    /// Takes from a directory that is there already the rights that the source does not give, before anything is put into it.
+    fn narrow(&self, source: &Path, target: &Path, meta: &Metadata, there: &Metadata) -> anyhow::Result<()> {
+        let same_owner = (there.uid(), there.gid()) == (meta.uid(), meta.gid());
+        let same_list = || -> anyhow::Result<bool> {
+            Ok(attributes_of(source)?.get(ACCESS_LIST) == attributes_of(target)?.get(ACCESS_LIST))
+        };
+        // The owner's rights let this run write.
+        let kept = if same_owner && same_list()? { self.rights.mode(meta) | 0o7700 } else { 0o7700 };
+        let mode = there.mode() & 0o7777;
+        if mode & kept != mode {
+            set_mode(target, mode & kept)?;
+        }
+        if !same_owner {
+            std::os::unix::fs::lchown(target, Some(meta.uid()), Some(meta.gid()))?;
+        }
+        Ok(())
+    }
+
     /// Copies what is no directory.
     fn file(
         &mut self,
@@ -161,14 +193,19 @@ impl Copy<'_> {
             self.links.insert((meta.dev(), meta.ino()), inside.to_owned());
         }
         if let Some(there) = there.filter(|t| is_same(meta, t, source, target)) {
-            if there.nlink() > 1 && meta.nlink() == 1 {
-                // Its other name may belong to a different file of the source.
+            if there.nlink() > 1 && !self.is_alone(meta, there) {
                 return self.replace(inside, source, target, meta, Some(there));
             }
             self.done.same += 1;
             return self.attributes(source, target, meta);
         }
         self.replace(inside, source, target, meta, there)
+    }
+
+    /// Returns whether a file with several names can be the copy of this one: another of its names may belong to a different file of the source.
+    fn is_alone(&mut self, meta: &Metadata, there: &Metadata) -> bool {
+        let source = (meta.dev(), meta.ino());
+        meta.nlink() > 1 && *self.kept.entry((there.dev(), there.ino())).or_insert(source) == source
     }
 
     /// Makes a further name of a copied file.

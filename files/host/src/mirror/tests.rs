@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
+use std::time::SystemTime;
+
 use super::*;
 use walkdir::WalkDir;
 
@@ -110,6 +112,72 @@ fn a_copy_in_the_middle_shows_no_other_user_what_the_source_does_not() {
     let (new, file) = unfinished::create(&to.path().join("secret")).unwrap();
     contents(&secret, &fs::metadata(&secret).unwrap(), &file).unwrap();
     assert_eq!(open(&new), 0);
+}
+
+/// An ACL by which user 1000 may read and search a folder, beside its owner and group.
+const LIST: [u8; 44] = {
+    let (none, user) = ([0xff; 4], 1000u32.to_le_bytes());
+    let entries = [(1, 7, none), (2, 5, user), (4, 5, none), (0x10, 5, none), (0x20, 0, none)];
+    let mut list = [0; 44];
+    list[0] = 2;
+    let mut i = 0;
+    while i < entries.len() {
+        let (tag, rights, id) = entries[i];
+        let at = 4 + 8 * i;
+        (list[at], list[at + 2]) = (tag, rights);
+        (list[at + 4], list[at + 5], list[at + 6], list[at + 7]) = (id[0], id[1], id[2], id[3]);
+        i += 1;
+    }
+    list
+};
+
+#[test]
+fn a_folder_that_was_there_gives_no_right_that_the_source_lacks_once_something_is_put_into_it() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for (name, mode) in [("listed", 0o750), ("private", 0o700)] {
+        for (root, mode) in [(from.path(), mode), (to.path(), 0o755)] {
+            fs::create_dir(root.join(name)).unwrap();
+            fs::set_permissions(root.join(name), fs::Permissions::from_mode(mode)).unwrap();
+        }
+        fs::write(from.path().join(name).join("secret"), "key").unwrap();
+    }
+    rustix::fs::setxattr(to.path().join("listed"), ACCESS_LIST, &LIST, XattrFlags::empty()).unwrap();
+    fs::set_permissions(from.path(), fs::Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(to.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let open = |path: &Path| fs::symlink_metadata(path).unwrap().mode() & 0o077;
+    let mut seen = 0;
+    try_run(from.path(), to.path(), Rights::ALL, &mut |_| {
+        assert_eq!(open(to.path()), 0, "the root");
+        for name in ["listed", "private"] {
+            if to.path().join(name).join("secret").exists() {
+                assert_eq!(open(&to.path().join(name)), 0, "{name}");
+                seen += 1;
+            }
+        }
+    })
+    .unwrap();
+    assert_eq!(seen, 4);
+    assert_eq!(picture(from.path()), picture(to.path()));
+}
+
+#[test]
+fn names_of_one_file_in_the_target_become_those_of_two_where_the_source_has_two() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (at, time) = (|name: &str| from.path().join(name), SystemTime::UNIX_EPOCH);
+    let write = |name: &str, contents: &str, mode| {
+        fs::write(at(name), contents).unwrap();
+        fs::set_permissions(at(name), fs::Permissions::from_mode(mode)).unwrap();
+        File::options().write(true).open(at(name)).unwrap().set_modified(time).unwrap();
+    };
+    write("a", "one", 0o600);
+    fs::hard_link(at("a"), at("c")).unwrap();
+    run(from.path(), to.path(), false);
+    fs::remove_file(at("c")).unwrap();
+    fs::hard_link(at("a"), at("b")).unwrap();
+    write("c", "two", 0o644);
+    fs::hard_link(at("c"), at("d")).unwrap();
+    run(from.path(), to.path(), false);
+    assert_eq!(picture(from.path()), picture(to.path()));
 }
 
 #[test]
@@ -226,6 +294,7 @@ fn a_run_that_fails_leaves_nothing_unfinished() {
         to: &trees.1,
         rights: Rights::ALL,
         links: BTreeMap::new(),
+        kept: BTreeMap::new(),
         swept: None,
         done: Done::default(),
     };
