@@ -300,13 +300,13 @@ fn serve(
                 if again || pending & u64::from(sys::TMB_PENDING_REVOKE) != 0 {
                     again = server.fs.let_go();
                 }
-                server.kept.let_go(&server.fs, &server.nodes);
                 if pending & u64::from(sys::TMB_PENDING_MEMBERS) != 0 {
                     match server.fs.recover_all() {
                         Ok(()) | Err(rustix::io::Errno::INTR) => {}
                         Err(e) => log::say(&format!("recovering dead members: {e}")),
                     }
                 }
+                server.kept.let_go(&server.fs, &server.nodes);
                 if session::is_over(&server) {
                     session::tell(&over);
                     break;
