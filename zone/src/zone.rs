@@ -684,6 +684,14 @@ impl Zone {
         self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))
     }
 
+    /// As [`Self::remove`], of the member that this process was and that has left. Another process may have taken the slot since: it stays that one's.
+    pub fn remove_left(&self, id: MemberId) -> Result<()> {
+        match self.remove(id) {
+            Err(Error::Member { .. }) if self.member(id)?.alive => Ok(()),
+            done => done,
+        }
+    }
+
     /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
         if peer.is_some() {

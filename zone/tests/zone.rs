@@ -540,3 +540,19 @@ fn slots_of_processes_that_died_before_they_joined_are_free_also_without_an_owne
     }
     assert_eq!(member.member(vm).unwrap().name, "vm", "an invitation is kept");
 }
+
+#[test]
+fn a_process_that_leaves_leaves_the_slot_to_one_that_has_taken_it_at_that_moment() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_, zone) = file_zone(dir.path());
+    let (id, liveness) = zone.claim("same", Role::Host, Rights::READ_WRITE).unwrap();
+    zone.leave(zone.join_claimed(id, liveness).unwrap()).unwrap();
+    let (next, liveness) = zone.claim("same", Role::Host, Rights::READ_WRITE).unwrap();
+    assert_eq!(next, id);
+    zone.remove_left(id).unwrap();
+    let next = zone.join_claimed(next, liveness).unwrap();
+    assert_eq!(zone.member(id).unwrap().state, MemberState::Active);
+    zone.leave(next).unwrap();
+    zone.remove_left(id).unwrap();
+    assert_eq!(zone.member(id).unwrap().state, MemberState::Empty);
+}

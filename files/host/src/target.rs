@@ -276,7 +276,7 @@ impl Joined {
             }
             let id = membership.id();
             self.zone.leave(membership)?;
-            self.zone.remove(id)?;
+            self.zone.remove_left(id)?;
         }
         Ok(())
     }
