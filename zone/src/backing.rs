@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::IFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::numa::{self, Nodes};
@@ -83,6 +84,7 @@ impl Backing {
                     .mode(0o600)
                     .open(path)
                     .map_err(|e| Error::io(format!("creating {what}"), e))?;
+                write_in_place(&file);
                 if let Err(error) = reserve(&file, length, &what) {
                     let _ = std::fs::remove_file(path);
                     return Err(error);
@@ -90,6 +92,15 @@ impl Backing {
                 Ok(file)
             }
         }
+    }
+}
+
+/// Has stores to an empty file change the blocks that it has, where its file system would else write new ones (btrfs: then without checksums). On a full disk
+/// there would be none, and a store to a mapped page would raise SIGBUS, in QEMU too, though all room was allocated.
+pub fn write_in_place(file: &File) {
+    if let Ok(flags) = rustix::fs::ioctl_getflags(file) {
+        // Other file systems refuse it: they do so anyway.
+        let _refused = rustix::fs::ioctl_setflags(file, flags | IFlags::NOCOW);
     }
 }
 

@@ -397,8 +397,14 @@ impl Zone {
         let free = |state| slots.iter().find(|m| !m.alive && m.state == state && !is_promised(m));
         let slot = known.or_else(|| free(MemberState::Empty)).or_else(|| free(MemberState::Dead));
         let slot = slot.or_else(|| free(MemberState::Active)).or_else(|| free(MemberState::Damaged));
-        // A slot that is only written to be invited may be a member's that comes later, unless the owner says whose slots it keeps.
-        let slot = slot.or_else(|| promised.and_then(|_| free(MemberState::Invited)));
+        // A slot that is only written to be invited may be a member's that comes later, unless the owner says whose slots it keeps. A process of the host holds
+        // its own at once: one that nobody holds is that of a process that died before it joined, or as it left.
+        let is_left = |m: &&Member| m.role == Some(Role::Host) && m.doorbell.is_none() && m.let_in == 0;
+        let left = || slots.iter().filter(|m| !m.alive && m.state == MemberState::Invited).find(is_left);
+        let slot = slot.or_else(|| match promised {
+            Some(_) => free(MemberState::Invited),
+            None => left(),
+        });
         slot.cloned()
             .ok_or_else(|| self.refuse(name, format!("all {} slots are taken", format::TMB_MAX_MEMBERS)))
     }
@@ -676,6 +682,14 @@ impl Zone {
         let epoch = self.member(id)?.epoch;
         let at = id.at(offset_of!(tmb_member, state_epoch));
         self.mem.store_u64(at, format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))
+    }
+
+    /// As [`Self::remove`], of the member that this process was and that has left. Another process may have taken the slot since: it stays that one's.
+    pub fn remove_left(&self, id: MemberId) -> Result<()> {
+        match self.remove(id) {
+            Err(Error::Member { .. }) if self.member(id)?.alive => Ok(()),
+            done => done,
+        }
     }
 
     /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.

@@ -522,3 +522,37 @@ fn invitations_of_a_zone_whose_owner_tells_of_no_slots_are_kept() {
     assert!(full.contains("all 64 slots are taken"), "{full}");
     assert!(zone.invite("vm7", Role::Vm, Rights::READ_ONLY).is_ok(), "its own");
 }
+
+/// A zone of which mounts live on has no owner once the one that made it has ended.
+#[test]
+fn slots_of_processes_that_died_before_they_joined_are_free_also_without_an_owner() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, owner) = file_zone(dir.path());
+    let member = Zone::open(&path, true).unwrap();
+    let (id, liveness) = member.claim("lives", Role::Host, Rights::READ_WRITE).unwrap();
+    let _member = member.join_claimed(id, liveness).unwrap();
+    let vm = owner.invite("vm", Role::Vm, Rights::READ_WRITE).unwrap();
+    drop(owner);
+    for i in 0..100 {
+        let (id, dies) = member.claim(&format!("mount-{i}"), Role::Host, Rights::READ_WRITE).unwrap();
+        assert_ne!(id, vm);
+        drop(dies);
+    }
+    assert_eq!(member.member(vm).unwrap().name, "vm", "an invitation is kept");
+}
+
+#[test]
+fn a_process_that_leaves_leaves_the_slot_to_one_that_has_taken_it_at_that_moment() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_, zone) = file_zone(dir.path());
+    let (id, liveness) = zone.claim("same", Role::Host, Rights::READ_WRITE).unwrap();
+    zone.leave(zone.join_claimed(id, liveness).unwrap()).unwrap();
+    let (next, liveness) = zone.claim("same", Role::Host, Rights::READ_WRITE).unwrap();
+    assert_eq!(next, id);
+    zone.remove_left(id).unwrap();
+    let next = zone.join_claimed(next, liveness).unwrap();
+    assert_eq!(zone.member(id).unwrap().state, MemberState::Active);
+    zone.leave(next).unwrap();
+    zone.remove_left(id).unwrap();
+    assert_eq!(zone.member(id).unwrap().state, MemberState::Empty);
+}

@@ -17,6 +17,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use tombolo_sigbus::Watch;
 
 use crate::sys;
+use crate::writeback::Writeback;
 
 /// Memory that an area lies in.
 trait Memory: Send + Sync {
@@ -138,7 +139,7 @@ pub struct Area {
     writable: bool,
     members: *mut sys::tmb_member,
     incarnation: Option<Incarnation>,
-    file: Option<Arc<OwnedFd>>,
+    stores: Option<Arc<Writeback>>,
     memory: Arc<dyn Memory>,
 }
 
@@ -180,7 +181,7 @@ impl Area {
             writable: map.writable,
             members,
             incarnation: incarnation.map(|(_, incarnation)| incarnation),
-            file: Some(Arc::clone(&map.file)),
+            stores: Some(Arc::new(Writeback::of(Arc::clone(&map.file)))),
             memory: Arc::clone(map) as Arc<dyn Memory>,
         })
     }
@@ -205,7 +206,7 @@ impl Area {
             writable: zone.mem().writable(),
             members: zone.members_ptr().cast(),
             incarnation,
-            file: file.map(Arc::new),
+            stores: file.map(|file| Arc::new(Writeback::of(Arc::new(file)))),
             memory: Arc::clone(zone) as Arc<dyn Memory>,
         })
     }
@@ -217,10 +218,10 @@ impl Area {
 
     /// Returns the area as this process alone will see it: what is stored there goes into copies of its pages. `None`: it lies in no file.
     pub(crate) fn private(&self) -> io::Result<Option<Area>> {
-        let Some(file) = &self.file else { return Ok(None) };
+        let Some(stores) = &self.stores else { return Ok(None) };
         // Of all that could be stored there little will be: the kernel would refuse to keep memory for the whole.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        let map = Map::with(file, self.offset + self.size(), true, flags)?;
+        let map = Map::with(stores.file(), self.offset + self.size(), true, flags)?;
         Area::in_map(&Arc::new(map), self.offset, self.size(), None).map(Some)
     }
 
@@ -311,12 +312,10 @@ impl Area {
         String::from_utf8_lossy(&bytes).escape_default().to_string()
     }
 
-    /// Makes all stores durable, as far as the backing file can.
+    /// Makes all stores durable, as far as the backing file can. Once that has failed, it fails for this area and its clones: what was stored since the last
+    /// success may never reach the disk.
     pub fn sync(&self) -> io::Result<()> {
-        match &self.file {
-            Some(file) => Ok(rustix::fs::fdatasync(file)?),
-            None => Ok(()),
-        }
+        self.stores.as_ref().map_or(Ok(()), |stores| stores.sync())
     }
 
     fn checked(&self, offset: u64, len: usize) -> Option<*mut u8> {

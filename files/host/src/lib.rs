@@ -8,6 +8,7 @@
 //!
 //! - [`sys`]: the core's interface and format, from its headers.
 //! - [`area`]: mappings and areas; the one module that maps memory.
+//! - `writeback`: makes an area's stores durable.
 //! - [`fs`]: the core's functions with Rust types.
 //! - `caller`: the process that a thread of a mount works for.
 //! - `log`: messages of a process whose standard error is closed.
@@ -35,3 +36,4 @@ pub mod shown;
 pub mod snapshot;
 pub mod sys;
 pub mod target;
+mod writeback;

@@ -106,32 +106,44 @@ fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::R
 /// # Errors
 /// ENOSPC; and others of fallocate(2) and ftruncate(2).
 pub(crate) fn take_room(file: &std::fs::File, size: u64) -> std::io::Result<()> {
+    tombolo_zone::backing::write_in_place(file);
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size) {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(size),
         done => Ok(done?),
     }
 }
 
-/// Takes the room for the holes of a file that is to be mapped and written: sparse copies have some.
+/// Takes the room for the holes of a file that is to be mapped and written, as sparse copies have some, and for blocks that it shares with copies
+/// (`cp --reflink`).
 fn fill_holes(path: &Path) -> anyhow::Result<()> {
     let file = open_backing(path, true).with_context(|| format!("opening {}", path.display()))?;
     let about = rustix::fs::fstat(&file)?;
     let (size, room) = (u64::try_from(about.st_size)?, u64::try_from(about.st_blocks)? * 512);
     // Memory that is no file's is taken as it is used.
     let is_memory = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-    if room >= size || is_memory {
+    if is_memory {
         return Ok(());
     }
-    match rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, size) {
+    let take = |flags| match rustix::fs::fallocate(&file, flags | FallocateFlags::KEEP_SIZE, 0, size) {
         Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-        Err(e) => Err(e).with_context(|| {
+        Err(e) => Err(e),
+    };
+    if room < size {
+        take(FallocateFlags::empty()).with_context(|| {
             format!(
                 "{}: has holes, and {} KiB that they take are not free on its file system",
                 path.display(),
                 (size - room) >> 10
             )
-        }),
+        })?;
     }
+    // A store to a block that two files share takes a new one.
+    take(FallocateFlags::UNSHARE_RANGE).with_context(|| {
+        format!(
+            "{}: shares blocks with a copy of it, and its file system has no room for others",
+            path.display()
+        )
+    })
 }
 
 /// The name by which a process joins a zone.
@@ -265,7 +277,7 @@ impl Joined {
             }
             let id = membership.id();
             self.zone.leave(membership)?;
-            self.zone.remove(id)?;
+            self.zone.remove_left(id)?;
         }
         Ok(())
     }

@@ -1320,6 +1320,38 @@ fn opening_a_name_that_another_mount_makes_at_that_moment_never_says_that_it_exi
 }
 
 #[test]
+fn a_file_that_is_replaced_all_the_time_is_there_for_who_opens_it_on_each_mount() {
+    const COUNT: usize = 2000;
+    let rig = Rig::new();
+    fs::write(rig.at("a/name"), "0").expect("write");
+    let done = AtomicUsize::new(0);
+    let replace = |i: u32| {
+        let mut replaced = 0;
+        while done.load(Ordering::Acquire) < 2 {
+            fs::write(rig.at(&format!("a/new{i}")), "1").expect("write");
+            fs::rename(rig.at(&format!("a/new{i}")), rig.at("a/name")).expect("rename");
+            replaced += 1;
+        }
+        assert!(replaced > COUNT / 10, "{replaced}");
+    };
+    let open_all = |path: &str| -> Vec<_> {
+        let path = rig.at(path);
+        let open = |_| [fs::File::open(&path).err(), fs::metadata(&path).err()];
+        let errors = (0..COUNT).flat_map(open).flatten().collect();
+        done.fetch_add(1, Ordering::Release);
+        errors
+    };
+    let (here, there) = std::thread::scope(|scope| {
+        (0..2).for_each(|i| _ = scope.spawn(move || replace(i)));
+        let there = scope.spawn(|| open_all("b/name"));
+        (open_all("a/name"), there.join().expect("no panic"))
+    });
+    assert!(here.is_empty() && there.is_empty(), "{here:?} {there:?}");
+    // What was kept for openers is let go of.
+    wait_until(|| rustix::fs::statvfs(rig.at("a")).is_ok_and(|at| at.f_files - at.f_ffree == 2));
+}
+
+#[test]
 fn a_folder_that_another_member_removes_while_it_is_made_was_made() {
     const COUNT: usize = 300;
     let rig = Rig::new();

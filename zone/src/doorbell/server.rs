@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The server: one thread, non-blocking, bounded.
 //!
-//! The thread polls the listeners (one per member, one for all processes of the host), the connections and a channel of commands from [`DoorbellServer`]. A member
-//! has at most one connection; a second one is closed at once. The protocol has no messages from clients: a client that sends a byte is
-//! disconnected. The server queues messages for a client that doesn't read, up to a limit; beyond it the client is disconnected.
+//! The thread polls the listeners (one per member, one for all processes of the host), the connections and a channel of commands from [`DoorbellServer`]. A
+//! member has at most one connection; a second one is closed at once. The protocol has no messages from clients: a client that sends a byte is
+//! disconnected. The server keeps messages for a client that doesn't read, but none of members that have come and gone meanwhile.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;

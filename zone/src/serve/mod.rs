@@ -274,7 +274,7 @@ impl Server {
                 self.bells.let_in(knock)?;
                 return looked;
             }
-            // One that has a connection of whose end nothing was heard may have passed it on, and one that is not known has not ended: that would have been heard.
+            // One that has a connection of whose end nothing was heard may have passed it on; one that is not known has not ended: that would have been heard.
             if there.connections > 0 || there.process.as_ref().is_none_or(|p| !p.has_ended()) {
                 say(format!("{name}: refused: another process is this VM and lives; end one of the two"));
                 return looked;

@@ -175,6 +175,7 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let server = Arc::new(Server {
         fs,
         nodes,
+        kept: Default::default(),
         locks: Locks::default(),
         noatime: options.noatime,
         device_memory: target.is_inside(),
@@ -305,6 +306,7 @@ fn serve(
                         Err(e) => log::say(&format!("recovering dead members: {e}")),
                     }
                 }
+                server.kept.let_go(&server.fs, &server.nodes);
                 if session::is_over(&server) {
                     session::tell(&over);
                     break;
@@ -319,11 +321,18 @@ fn serve(
         fds.extend([&ended_read, &*over].map(|ended| PollFd::new(ended, PollFlags::IN)));
         let rung = joined.and_then(Joined::rung);
         fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
-        match poll(&mut fds, joined.map(|joined| if joined.is_served() { &REAP } else { &LOOK })) {
+        match poll(
+            &mut fds,
+            Some(if !server.kept.any() && joined.is_none_or(Joined::is_served) { &REAP } else { &LOOK }),
+        ) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }
         stop = fds[..3].iter().any(|fd| !fd.revents().is_empty());
+        if server.kept.any() {
+            // The receiver ends only at the end of this function.
+            let _ = asked.send(0);
+        }
         if let Some(joined) = joined {
             if reaped.elapsed().as_secs() >= REAP.tv_sec.unsigned_abs() {
                 reaped = Instant::now();

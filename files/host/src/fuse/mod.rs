@@ -13,6 +13,7 @@
 //! - [`acl`]: POSIX ACLs.
 //! - `create`: new inodes, and names that another member made meanwhile.
 //! - `flags`: immutable and append-only inodes (chattr).
+//! - `kept`: files that are kept for a moment after they were looked up.
 //! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: the kernel's lookups and opens of our inodes.
 //! - `notify`: telling watchers in other members.
@@ -25,6 +26,7 @@ pub mod abi;
 pub mod acl;
 mod create;
 mod flags;
+mod kept;
 pub mod locks;
 pub mod nodes;
 mod notify;

@@ -6,6 +6,7 @@ use rustix::io::Errno;
 
 use super::abi::{self, Cursor, Header, Out, fattr, op};
 use super::acl::{self, Acl};
+use super::kept::Kept;
 use super::locks::{Locks, Request};
 use super::nodes::Nodes;
 use super::rights;
@@ -19,6 +20,8 @@ const S_ISUID: u32 = libc::S_ISUID;
 const S_ISGID: u32 = libc::S_ISGID;
 const CAPABILITY: &[u8] = b"security.capability";
 const NS: i64 = 1_000_000_000;
+/// Each further try means that the file that was found has been removed or replaced.
+const TRIES: usize = 100;
 /// One copy_file_range call copies this much at most; the kernel asks again.
 const COPY_LIMIT: u64 = 16 << 20;
 
@@ -47,6 +50,8 @@ pub struct Server {
     pub fs: Filesystem,
     /// The kernel's references.
     pub nodes: Nodes,
+    /// Files that were looked up a moment ago.
+    pub(crate) kept: Kept,
     /// File locks.
     pub locks: Locks,
     /// Reads don't update access times.
@@ -69,14 +74,35 @@ impl Server {
     /// Answers one request, and reports its changes to watchers.
     pub fn answer<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
         if !self.fs.change_wanted() {
-            return self.carry_out(h, c);
+            return self.tried(h, c);
         }
         let subject = self.subject(h, c);
-        let answer = self.carry_out(h, c);
+        let answer = self.tried(h, c);
         if answer.as_ref().is_ok_and(|reply| !matches!(reply, Reply::Found(_))) {
             self.tell(h, c, &subject);
         }
         answer
+    }
+
+    fn tried<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
+        let answer = self.carry_out(h, c);
+        if matches!(answer, Err(Errno::STALE)) {
+            self.kept.met_stale();
+        }
+        answer
+    }
+
+    /// Finds a name. Another file may be there before the kernel is told of the one that was found.
+    fn look_up(&self, dir: Handle, number: u64, name: &[u8]) -> Answer<'_> {
+        for _ in 0..TRIES {
+            let found = self.fs.lookup(dir, name)?.0;
+            match self.kept.keep(&self.fs, &self.nodes, found).and_then(|()| self.entry(found, number, name))
+            {
+                Err(Errno::STALE | Errno::NOENT) => self.kept.met_stale(),
+                done => return done,
+            }
+        }
+        Err(Errno::NOENT)
     }
 
     fn carry_out<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
@@ -84,12 +110,11 @@ impl Server {
             op::LOOKUP => {
                 let name = c.name().ok_or_else(short)?;
                 let dir = self.nodes.handle(h.node);
-                let found = match name {
-                    b"." => dir,
-                    b".." => self.fs.parent(dir)?.into(),
-                    _ => self.fs.lookup(dir, name)?.0,
-                };
-                self.entry(found, h.node, name)
+                match name {
+                    b"." => self.entry(dir, h.node, name),
+                    b".." => self.entry(self.fs.parent(dir)?.into(), h.node, name),
+                    _ => self.look_up(dir, h.node, name),
+                }
             }
             op::FORGET => {
                 self.nodes.forget(h.node, c.u64().ok_or_else(short)?);
@@ -708,7 +733,14 @@ mod tests {
         fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
         let fs = Filesystem::open(area.lone()).expect("open");
         let nodes = Nodes::new(fs.root());
-        Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false }
+        Server {
+            fs,
+            nodes,
+            kept: Kept::default(),
+            locks: Locks::default(),
+            noatime: false,
+            device_memory: false,
+        }
     }
 
     #[test]

@@ -174,7 +174,14 @@ mod tests {
         fs::mkfs(&area, &Mkfs { mode: 0o1777, ..Mkfs::default() }).expect("mkfs");
         let fs = Filesystem::open(area.lone()).expect("open");
         let nodes = Nodes::new(fs.root());
-        Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false }
+        Server {
+            fs,
+            nodes,
+            kept: Default::default(),
+            locks: Locks::default(),
+            noatime: false,
+            device_memory: false,
+        }
     }
 
     fn ask(server: &Server, uid: u32, opcode: u32, body: &[u8]) -> Result<()> {
@@ -307,7 +314,14 @@ mod tests {
         let (other, memory) = (Filesystem::open(area(0)).expect("open"), area(0));
         let fs = Filesystem::open(area(5)).expect("open");
         let nodes = Nodes::new(fs.root());
-        let server = Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false };
+        let server = Server {
+            fs,
+            nodes,
+            kept: Default::default(),
+            locks: Locks::default(),
+            noatime: false,
+            device_memory: false,
+        };
         make(&server, "given", 1001);
         let file = server.fs.lookup(ROOT, b"given").expect("lookup").0;
         let node = server.nodes.number(file);
@@ -514,7 +528,14 @@ mod tests {
         host.grant(5, "tenant", 0, 0, Some(mine)).expect("grant");
         let fs = Filesystem::open(area(5)).expect("open");
         let nodes = Nodes::new(fs.root());
-        let server = Server { fs, nodes, locks: Locks::default(), noatime: false, device_memory: false };
+        let server = Server {
+            fs,
+            nodes,
+            kept: Default::default(),
+            locks: Locks::default(),
+            noatime: false,
+            device_memory: false,
+        };
         let found = |node: u64, name: &str| {
             let h = Header { opcode: op::LOOKUP, unique: 1, node, uid: 0, gid: 0, pid: 0 };
             server.answer(&h, Cursor(&[name.as_bytes(), &[0]].concat())).map(|reply| match reply {

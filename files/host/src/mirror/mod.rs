@@ -3,7 +3,8 @@
 //!
 //! It keeps contents (holes stay holes), modes, owners, times, extended attributes (ACLs among them), symbolic links, hard links within the
 //! tree, and special files. A file appears whole or not at all: it is written under a name of its own beside its place and renamed when
-//! it has its owner and mode (`unfinished`), also when several runs copy into one directory. No other user can read of a copy what is not readable in the source, also while it is made or when it ends in the middle.
+//! it has its owner and mode (`unfinished`), also when several runs copy into one directory. No other user can read of a copy what is not readable in the
+//! source, also while it is made or when it ends in the middle.
 //!
 //! Both trees may change meanwhile, and either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
 

@@ -11,7 +11,7 @@ const REG: u32 = libc::S_IFREG | 0o644;
 const DIR: u32 = libc::S_IFDIR | 0o755;
 const LEN: usize = 9000;
 
-fn at(fs: &Filesystem, path: &str) -> Result<Handle, Errno> {
+pub(super) fn at(fs: &Filesystem, path: &str) -> Result<Handle, Errno> {
     path.split('/')
         .filter(|n| !n.is_empty())
         .try_fold(ROOT.into(), |dir, name| fs.lookup(dir, name.as_bytes()).map(|found| found.0))
@@ -37,7 +37,7 @@ fn is_full_of(fs: &Filesystem, file: Handle, byte: u8, len: usize) -> Result<(),
     }
 }
 
-fn setup(fs: &Filesystem) {
+pub(super) fn setup(fs: &Filesystem) {
     for dir in ["a", "b"] {
         make(fs, "", dir, DIR).expect("mkdir");
     }
@@ -48,11 +48,11 @@ fn setup(fs: &Filesystem) {
     fs.xattr_set(at(fs, "a/g").expect("a/g"), b"user.a", Some(&[1; 6000]), 0, None).expect("attribute");
 }
 
-fn doing(member: u32, mortal: bool, body: crate::Body) -> Doing {
+pub(super) fn doing(member: u32, mortal: bool, body: crate::Body) -> Doing {
     Doing { member, read_only: false, mortal, after: None, body }
 }
 
-fn recover(fs: &Filesystem) -> Result<(), String> {
+pub(super) fn recover(fs: &Filesystem) -> Result<(), String> {
     fs.recover_all().map_err(|e| format!("recovery: {e}"))
 }
 

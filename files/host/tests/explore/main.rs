@@ -10,6 +10,7 @@
 //! - [`found`]: single states in which a member is suspended, refused or has left work, and what one member does in them.
 //! - [`mapped`]: members that map files whose blocks are removed, and those that use the blocks again.
 //! - [`narrow`]: two threads that meet within a few accesses, and states after several deaths.
+//! - [`rights`]: the mode of a file and its access ACL, which change together.
 //! - [`scarce`]: operations that find too few blocks or no memory.
 //!
 //! Of each case all schedules with one switch, and all with one death, are tried at every n-th access; then as many random ones, each with any number
@@ -23,6 +24,7 @@ mod hooks;
 mod mapped;
 mod narrow;
 mod plan;
+mod rights;
 mod scarce;
 mod schedule;
 

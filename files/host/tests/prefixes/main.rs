@@ -231,6 +231,19 @@ fn change_attributes(persistent: bool) {
     s.step("replaced by a large one", |fs| set(fs, "user.a", &[6; 9000], None));
     s.step("with the mode", |fs| set(fs, "system.posix_acl_access", b"acl", Some(0o640)));
     s.step("removed", |fs| fs.xattr_set(f, b"user.a", None, 0, None).expect("remove"));
+    // Entries: tag, permissions, id; the group's is the mask's.
+    let entries = [(1u16, 6u16, !0u32), (2, 7, 1000), (4, 7, !0), (16, 4, !0), (32, 0, !0)];
+    let bytes = entries
+        .map(|(tag, perm, id)| (u64::from(id) << 32 | u64::from(perm) << 16 | u64::from(tag)).to_le_bytes());
+    let acl = [&2u32.to_le_bytes()[..], &bytes.concat()].concat();
+    s.step("an access ACL", |fs| set(fs, "system.posix_acl_access", &acl, Some(0o640)));
+    s.step("a mode and the ACL", |fs| {
+        fs.setattr(f, sys::TFS_SET_MODE, &Attr { mode: 0o4715, ..attr }).expect("chmod")
+    });
+    s.step("an owner, a mode and the ACL", |fs| {
+        let what = sys::TFS_SET_OWNER | sys::TFS_SET_MODE | sys::TFS_SET_FLAGS | sys::TFS_SET_MTIME;
+        fs.setattr(f, what, &Attr { mode: 0o751, uid: 9, ..attr }).expect("chown")
+    });
     report(&s);
 }
 
