@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{Meter, open_error};
 use crate::account;
-use crate::area::{Area, Map};
+use crate::area::Area;
 use crate::fs::Filesystem;
 use crate::snapshot;
 use crate::sys;
@@ -81,10 +81,9 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
 /// Runs `restore`.
 pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
     let at = args.image.display();
-    let file = File::open(&args.image).with_context(|| format!("opening {at}"))?;
-    let image = Area::whole(
-        Map::new(&file, file.metadata()?.len(), false).with_context(|| format!("mapping {at}"))?,
-    )?;
+    let source = Target::open(&args.image, false, None)?;
+    source.hold_image("restore")?;
+    let image = source.area()?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
     let _alone = target.hold_contents("restore")?;
     target.require_unused("restore", args.force)?;
