@@ -312,7 +312,7 @@ impl Copy<'_> {
         for inside in self.to.walk(true) {
             let inside = inside?;
             let is_unfinished = is_unfinished(self.to, &inside)?;
-            if inside.as_os_str().is_empty() || (!is_unfinished && self.source(&inside)?.is_some()) {
+            if inside.as_os_str().is_empty() || (!is_unfinished && self.has_source(&inside)?) {
                 continue;
             }
             let remove = || {
@@ -339,6 +339,14 @@ impl Copy<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Returns whether the source has an entry; it has none where a directory on the way is a link by now.
+    fn has_source(&self, inside: &Path) -> anyhow::Result<bool> {
+        match self.from.place(inside) {
+            Err(e) if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => Ok(false),
+            _ => Ok(self.source(inside)?.is_some()),
+        }
     }
 
     /// Returns what an entry is in the source; `None`: it is gone.
@@ -390,7 +398,7 @@ fn clear(path: &Path, there: Option<&Metadata>) -> io::Result<()> {
         Some(_) => fs::remove_file(path),
     };
     match removed {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        Err(e) if !is_missing(&e) => Err(e),
         _ => Ok(()),
     }
 }
@@ -425,8 +433,10 @@ fn set_mode(path: &Path, mode: u32) -> anyhow::Result<()> {
     Ok(fs::set_permissions(tree::through(&entry), fs::Permissions::from_mode(mode))?)
 }
 
+/// On a mount, ESTALE tells that another member has removed what the kernel had found there.
 fn is_missing(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+    use io::ErrorKind::{NotADirectory, NotFound, StaleNetworkFileHandle};
+    matches!(e.kind(), NotFound | NotADirectory | StaleNetworkFileHandle)
 }
 
 fn present(path: &Path) -> anyhow::Result<Option<Metadata>> {

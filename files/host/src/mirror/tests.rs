@@ -396,3 +396,13 @@ fn a_source_whose_files_are_replaced_and_removed_meanwhile_is_copied() {
     run(from.path(), to.path(), true);
     assert_eq!(picture(to.path()), picture(from.path()));
 }
+
+#[test]
+fn a_directory_that_became_a_link_is_one_in_the_copy_also_with_delete() {
+    let (from, to) = (tree(), tempfile::tempdir().unwrap());
+    run(from.path(), to.path(), true);
+    fs::rename(from.path().join("folder"), from.path().join("moved")).unwrap();
+    std::os::unix::fs::symlink("moved", from.path().join("folder")).unwrap();
+    run(from.path(), to.path(), true);
+    assert_eq!(picture(to.path()), picture(from.path()));
+}
