@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -404,9 +405,9 @@ impl Area {
     }
 }
 
-/// Opens the file that backs a zone or a bare file system.
+/// Opens the file that backs a zone or a bare file system. A pipe in its place is not waited for.
 pub fn open_backing(path: &std::path::Path, writable: bool) -> io::Result<File> {
-    File::options().read(true).write(writable).open(path)
+    File::options().read(true).write(writable).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 #[cfg(test)]

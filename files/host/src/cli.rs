@@ -239,35 +239,15 @@ fn mkfs(
     options: &Mkfs,
     json: bool,
 ) -> anyhow::Result<()> {
-    if let Some(size) = size {
-        let is_new = !zone.exists();
-        let file = std::fs::File::options().write(true).create(true).truncate(false).mode(0o600).open(zone);
-        let file = file.with_context(|| format!("creating {}", zone.display()))?;
-        if file.metadata()?.len() != 0 {
-            bail!("{}: exists already; leave --size away to use it as it is", zone.display());
-        }
-        if let Err(e) = target::take_room(&file, size) {
-            // It is again as it was, unless that fails, too.
-            let _ = if is_new { std::fs::remove_file(zone) } else { file.set_len(0) };
-            return Err(e).with_context(|| format!("{}: growing to {size} bytes", zone.display()));
-        }
+    let is_new = size.is_some() && !zone.exists();
+    let done = size
+        .map_or(Ok(()), |size| grow(zone, size))
+        .and_then(|()| fill(zone, area, force, size.is_some(), options));
+    if done.is_err() && is_new {
+        // What went wrong says more than what this may meet.
+        let _ = target::remove_unfilled(zone);
     }
-    let target = Target::open(zone, true, area)?;
-    let _alone = target.hold_contents("mkfs")?;
-    target.require_unused("mkfs", force)?;
-    let area = target.area()?;
-    if area.word(0) == Some(sys::TFS_MAGIC) && !force {
-        bail!("{}: has a file system already; --force overwrites it, with all files in it", zone.display());
-    }
-    if !target.is_zone() && !force && size.is_none() && !starts_empty(&area) {
-        bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
-    }
-    target.fill_holes()?;
-    crate::snapshot::make(&area, options, || target.retire("mkfs", force))
-        .and_then(|()| area.sync().context("syncing"))
-        .with_context(|| zone.display().to_string())?;
-    let fs = Filesystem::open(area).map_err(|e| open_error(zone, e))?;
-    let s = fs.statfs();
+    let s = done?;
     let block = u64::from(sys::TFS_BLOCK);
     let uuid = uuid::Uuid::from_bytes(options.uuid);
     if json {
@@ -281,6 +261,50 @@ fn mkfs(
         );
     }
     Ok(())
+}
+
+/// Makes a file of a size for a file system.
+fn grow(zone: &Path, size: u64) -> anyhow::Result<()> {
+    // It is for the user alone who makes it, as zones are. A pipe in its place is not waited for.
+    let mut options = std::fs::File::options();
+    options.write(true).create(true).truncate(false).mode(0o600).custom_flags(libc::O_NONBLOCK);
+    let file = options.open(zone);
+    let file = file.with_context(|| format!("creating {}", zone.display()))?;
+    if file.metadata()?.len() != 0 {
+        bail!("{}: exists already; leave --size away to use it as it is", zone.display());
+    }
+    if let Err(e) = target::take_room(&file, size) {
+        // It is again as it was, unless that fails, too.
+        let _ = file.set_len(0);
+        return Err(e).with_context(|| format!("{}: growing to {size} bytes", zone.display()));
+    }
+    Ok(())
+}
+
+/// Makes a file system; `grown`: in a file that was made for it.
+fn fill(
+    zone: &Path,
+    area: Option<&str>,
+    force: bool,
+    grown: bool,
+    options: &Mkfs,
+) -> anyhow::Result<fs::Statfs> {
+    let target = Target::open(zone, true, area)?;
+    let _alone = target.hold_contents("mkfs")?;
+    target.require_unused("mkfs", force)?;
+    let area = target.area()?;
+    if area.word(0) == Some(sys::TFS_MAGIC) && !force {
+        bail!("{}: has a file system already; --force overwrites it, with all files in it", zone.display());
+    }
+    if !target.is_zone() && !force && !grown && !starts_empty(&area) {
+        bail!("{}: is not empty and holds no file system; --force overwrites it", zone.display());
+    }
+    target.fill_holes()?;
+    crate::snapshot::make(&area, options, || target.retire("mkfs", force))
+        .and_then(|()| area.sync().context("syncing"))
+        .with_context(|| zone.display().to_string())?;
+    let fs = Filesystem::open(area).map_err(|e| open_error(zone, e))?;
+    Ok(fs.statfs())
 }
 
 fn starts_empty(area: &crate::area::Area) -> bool {

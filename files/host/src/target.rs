@@ -113,6 +113,17 @@ pub(crate) fn take_room(file: &std::fs::File, size: u64) -> std::io::Result<()> 
     }
 }
 
+/// Removes a file that was made for a file system and has none, unless another process makes one in it.
+pub(crate) fn remove_unfilled(path: &Path) -> anyhow::Result<()> {
+    let mut file = open_backing(path, true)?;
+    let mut magic = [0; 8];
+    if file.read(&mut magic)? == magic.len() && u64::from_le_bytes(magic) == sys::TFS_MAGIC {
+        return Ok(());
+    }
+    byte_lock(&file.into(), REPLACING, libc::F_OFD_SETLK, libc::F_WRLCK)?;
+    Ok(std::fs::remove_file(path)?)
+}
+
 /// Takes the room for the holes of a file that is to be mapped and written, as sparse copies have some, and for blocks that it shares with copies
 /// (`cp --reflink`).
 fn fill_holes(path: &Path) -> anyhow::Result<()> {
@@ -296,8 +307,9 @@ impl Target {
         }
         let mut file = open_backing(path, writable).with_context(|| format!("opening {}", path.display()))?;
         let mut magic = [0; 8];
-        let len = file.seek(std::io::SeekFrom::End(0))?;
-        file.rewind()?;
+        let len = file.seek(std::io::SeekFrom::End(0));
+        let len = len.and_then(|len| file.rewind().map(|()| len));
+        let len = len.with_context(|| format!("{}: this is no file with a size", path.display()))?;
         if len >= 8 {
             file.read_exact(&mut magic).with_context(|| format!("reading {}", path.display()))?;
         }
@@ -317,7 +329,9 @@ impl Target {
             if len < 4096 {
                 bail!("{}: {len} bytes are too few for a file system or a zone", path.display());
             }
-            Kind::Bare { area: Area::whole(Map::new(&file, len, writable)?)?, file: file.into() }
+            let map =
+                Map::new(&file, len, writable).with_context(|| format!("mapping {}", path.display()))?;
+            Kind::Bare { area: Area::whole(map)?, file: file.into() }
         };
         Ok(Target { path: path.to_owned(), kind })
     }
@@ -379,11 +393,12 @@ impl Target {
                         UNLOCKED => Ok(()),
                         _ => Err(std::io::Error::from_raw_os_error(libc::EAGAIN)),
                     }
-                })?;
+                });
+                let ended = ended.with_context(|| self.locking())?;
                 if !ended {
                     return Ok(vec!["another process".to_owned()]);
                 }
-                rustix::fs::flock(file, FlockOperation::LockShared)?;
+                rustix::fs::flock(file, FlockOperation::LockShared).with_context(|| self.locking())?;
                 Vec::new()
             }
         })
@@ -435,6 +450,10 @@ impl Target {
         if self.is_inside() { Ok(()) } else { fill_holes(&self.path) }
     }
 
+    fn locking(&self) -> String {
+        format!("{}: locking", self.path.display())
+    }
+
     /// How the mount of a bare file system ends, for one that is no more in this process's mount table, too.
     fn how_to_end(&self) -> String {
         format!(
@@ -442,6 +461,24 @@ impl Target {
              'fuser {}' and end it by kill",
             self.path.display()
         )
+    }
+
+    /// Keeps mounts and other processes from changing an image while it is copied, for as long as this value lives.
+    ///
+    /// # Errors
+    /// A zone, which is no image; an image that is mounted, or that another process makes, restores or repairs.
+    pub fn hold_image(&self, what: &str) -> anyhow::Result<()> {
+        let Kind::Bare { file, .. } = &self.kind else {
+            bail!(
+                "{}: is a zone, not an image of a file system; take an image of it with: tombolo files snapshot",
+                self.path.display()
+            );
+        };
+        let still = await_serving(|| byte_lock(file, REPLACING, libc::F_OFD_SETLK, libc::F_RDLCK).map(drop));
+        if !still.with_context(|| self.locking())? {
+            return Err(self.is_replaced(what));
+        }
+        self.require_unused(what, false)
     }
 
     /// Keeps other processes from making, restoring, repairing or granting until the value returned is dropped, for a bare file system until this one is.
@@ -454,18 +491,12 @@ impl Target {
                 Ok(())
             }
             Kind::Bare { file, .. } => byte_lock(file, REPLACING, libc::F_OFD_SETLK, libc::F_WRLCK).map(drop),
-        })?;
+        });
+        let alone = alone.with_context(|| self.locking())?;
         if !alone {
             return Err(self.is_replaced(what));
         }
         Ok(held)
-    }
-
-    /// As [`Target::hold_contents`], beside others that only read. Of a bare file system, which may be open read-only.
-    pub fn hold_to_read(&self, what: &str) -> anyhow::Result<()> {
-        let Kind::Bare { file, .. } = &self.kind else { return Ok(()) };
-        let alone = await_serving(|| byte_lock(file, REPLACING, libc::F_OFD_SETLK, libc::F_RDLCK).map(drop))?;
-        if alone { Ok(()) } else { Err(self.is_replaced(what)) }
     }
 
     fn is_replaced(&self, what: &str) -> anyhow::Error {

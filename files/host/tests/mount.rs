@@ -556,24 +556,79 @@ fn a_zone_can_be_repaired_as_soon_as_it_is_unmounted() {
 }
 
 #[test]
-fn an_image_that_is_mounted_or_being_made_is_not_restored_from() {
+fn an_image_is_not_restored_while_it_changes() {
     let alone = Alone::new();
-    let zone = alone.at.with_file_name("zone").display().to_string();
-    must(&["mkfs", "--size=64M", &zone]);
-    let restore = || files(&["restore", "--force", &alone.image, &zone]);
+    let to = alone.image.clone() + "-copy";
+    must(&["mkfs", "--size=64M", &to]);
+    let restore = ["restore", "--force", &alone.image, &to];
     let refused = |why: &str| {
-        let out = restore();
+        let out = files(&restore);
         let said = String::from_utf8_lossy(&out.stderr);
-        assert!(!out.status.success() && said.contains(why), "{said}");
+        assert!(!out.status.success() && said.contains(why) && said.contains(&alone.image), "{said}");
     };
     alone.mount(&[]);
+    fs::write(alone.at.join("file"), "x").expect("write");
     refused("is mounted");
     unmount(&alone.at);
     let target = Target::open(Path::new(&alone.image), true, None).expect("a file system");
-    target.hold_contents("mkfs").expect("no other process");
+    target.hold_contents("fsck").expect("no other process");
     refused("another process");
     drop(target);
-    must(&["restore", "--force", &alone.image, &zone]);
+    must(&restore);
+    must(&["fsck", "-n", &to]);
+    let zone = to + "-zone";
+    let config = ZoneConfig::new("image", 64 << 20).backing(Backing::File(zone.clone().into()));
+    let _owner = Zone::create(&config).expect("a zone");
+    must(&["mkfs", &zone]);
+    let out = files(&["restore", "--force", &zone, &alone.image]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(!out.status.success() && said.contains("tombolo files snapshot"), "{said}");
+}
+
+#[test]
+fn a_copy_removes_what_killed_copies_left_and_nothing_of_living_ones() {
+    let alone = Alone::new();
+    let dir = TempDir::new().expect("a directory");
+    let folder = |name: &str| dir.path().join(format!(".tombolo-copy-{name}"));
+    for name in ["dead", "killed", "living"] {
+        fs::create_dir_all(folder(name).join("zone")).expect("a directory");
+    }
+    let mut mount = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+    mount.args(["files", "mount", "--foreground", &alone.image]).arg(folder("killed").join("zone"));
+    let mut mount = Killed(mount.stdout(Stdio::piped()).spawn().expect("the mount starts"));
+    says(&mut mount, "serving");
+    drop(mount);
+    assert!(mounted(&folder("killed").join("zone")));
+    let living = fs::File::open(folder("living")).expect("a directory");
+    rustix::fs::flock(&living, rustix::fs::FlockOperation::LockExclusive).expect("a lock");
+    let from = TempDir::new().expect("a directory");
+    let mut import = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+    import.args(["files", "import"]).args([from.path(), Path::new(&alone.image)]).env("TMPDIR", dir.path());
+    let out = import.output().expect("the command starts");
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(!mounted(&folder("killed").join("zone")));
+    let left: Vec<_> =
+        fs::read_dir(dir.path()).expect("a directory").map(|e| e.expect("an entry").path()).collect();
+    assert_eq!(left, [folder("living")]);
+}
+
+#[test]
+fn a_mkfs_that_fails_leaves_no_file_and_a_pipe_is_not_waited_for() {
+    let dir = TempDir::new().expect("a directory");
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let (small, pipe) = (at("small"), at("pipe"));
+    assert!(!files(&["mkfs", "--size", "8K", &small]).status.success());
+    assert!(!Path::new(&small).exists(), "a file without a file system is left");
+    rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0)
+        .expect("a pipe");
+    for args in
+        [&["mkfs", "--size", "1M", &pipe][..], &["mkfs", &pipe], &["fsck", "-n", &pipe], &["df", &pipe]]
+    {
+        let out = files(args);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && said.contains(&pipe), "{args:?}: {said}");
+    }
+    assert!(Path::new(&pipe).exists(), "the pipe is the user's");
 }
 
 #[test]

@@ -84,12 +84,8 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<()> {
 pub fn restore(args: &RestoreArgs, json: bool) -> anyhow::Result<()> {
     let at = args.image.display();
     let source = Target::open(&args.image, false, None)?;
-    if source.is_zone() {
-        bail!("{at}: is a zone and no image; 'tombolo files snapshot' makes one of it");
-    }
     // Until the end no mount changes it, and no other process makes it anew.
-    source.hold_to_read("restore")?;
-    source.require_unused("restore", false)?;
+    source.hold_image("restore")?;
     let image = source.area()?;
     let target = Target::open(&args.zone, true, args.area.as_deref())?;
     let _alone = target.hold_contents("restore")?;

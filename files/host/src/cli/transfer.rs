@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile.
 
+use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::fuse::session;
@@ -128,18 +132,64 @@ fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::R
 struct Mounted {
     /// The directory; the mount is `zone` in it.
     folder: Option<PathBuf>,
+    /// The directory's lock.
+    _alive: OwnedFd,
     child: Child,
+}
+
+/// Begins the names of the directories; the rest is a UUID.
+const FOLDER: &str = ".tombolo-copy-";
+
+/// Opens a copy's directory and takes its lock, which a copy has as long as it lives.
+fn lock_folder(folder: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = rustix::fs::openat(CWD, folder, flags, Mode::empty())?;
+    rustix::fs::flock(&open, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(open)
+}
+
+/// Makes a directory that only this user can enter. It counts as a dead copy's once the lock returned is closed.
+fn private_folder(temporary: &Path) -> anyhow::Result<(PathBuf, OwnedFd)> {
+    loop {
+        let folder = temporary.join(format!("{FOLDER}{}", uuid::Uuid::new_v4()));
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&folder)
+            .with_context(|| format!("making {}", folder.display()))?;
+        match lock_folder(&folder) {
+            Ok(lock) if rustix::fs::fstat(&lock)?.st_nlink > 0 => return Ok((folder, lock)),
+            // Another copy took it for a dead one's before it was locked.
+            Ok(_) | Err(Errno::WOULDBLOCK | Errno::NOENT) => {}
+            Err(e) => return Err(e).with_context(|| format!("locking {}", folder.display())),
+        }
+    }
+}
+
+/// Removes what this user's copies left that were killed: their directories, and mounts whose processes were killed, too. What can't be removed is left to the
+/// next copy.
+fn sweep(temporary: &Path) {
+    let own = rustix::process::geteuid().as_raw();
+    for entry in std::fs::read_dir(temporary).into_iter().flatten().flatten() {
+        if !entry.file_name().as_encoded_bytes().starts_with(FOLDER.as_bytes()) {
+            continue;
+        }
+        let Ok(lock) = lock_folder(&entry.path()) else { continue };
+        if rustix::fs::fstat(&lock).is_ok_and(|about| about.st_uid == own) {
+            let _ = remove(&entry.path());
+        }
+    }
 }
 
 impl Mounted {
     fn new(zone: &Path, area: Option<&str>, read_only: bool) -> anyhow::Result<Mounted> {
         let own = std::process::id();
-        let folder = std::env::temp_dir().join(format!(".tombolo-copy-{}", uuid::Uuid::new_v4()));
-        let mut private = std::fs::DirBuilder::new();
-        private.mode(0o700).create(&folder).with_context(|| format!("making {}", folder.display()))?;
+        let temporary = std::env::temp_dir();
+        sweep(&temporary);
+        let (folder, alive) = private_folder(&temporary)?;
         let point = folder.join("zone");
-        if let Err(e) = private.create(&point) {
-            std::fs::remove_dir(&folder).with_context(|| format!("removing {}", folder.display()))?;
+        if let Err(e) = DirBuilder::new().mode(0o700).create(&point) {
+            // What went wrong says more than what this may meet.
+            let _ = std::fs::remove_dir(&folder);
             return Err(e).with_context(|| format!("making {}", point.display()));
         }
         let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
@@ -165,6 +215,7 @@ impl Mounted {
                 }
             },
             folder: Some(folder),
+            _alive: alive,
         };
         let mut line = String::new();
         if let Some(out) = mounted.child.stdout.take() {
@@ -207,6 +258,7 @@ impl Mounted {
 fn remove(folder: &Path) -> anyhow::Result<()> {
     let point = folder.join("zone");
     let removed = match std::fs::remove_dir(&point) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(e) if e.kind() == std::io::ErrorKind::ResourceBusy => {
             session::detach(&point, None).and_then(|_| std::fs::remove_dir(&point))
         }

@@ -6,7 +6,8 @@
 //! it has its owner and mode (`unfinished`), also when several runs copy into one directory. No other user can read of a copy what is not readable in the
 //! source, also while it is made or when it ends in the middle.
 //!
-//! Both trees may change meanwhile, and either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
+//! Both trees may change meanwhile: what is gone from the source when its turn comes is left out, and a file that is replaced while it is copied is copied again.
+//! Either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -32,8 +33,8 @@ pub use tree::Tree;
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
-/// How often a name is made that other runs make meanwhile.
-const LINK_TRIES: u32 = 100;
+/// How often a name is made that other runs make meanwhile, and an entry is copied that others replace meanwhile.
+const TRIES: u32 = 100;
 
 /// The attribute that holds the rights of further users.
 const ACCESS_LIST: &CStr = c"system.posix_acl_access";
@@ -94,6 +95,10 @@ pub fn mirror(
         swept: None,
         done: Done::default(),
     };
+    if delete {
+        // First, since what is copied may need the room.
+        copy.remove_others()?;
+    }
     let mut folders = Vec::new();
     for inside in from.walk(false) {
         let inside = inside?;
@@ -101,37 +106,66 @@ pub fn mirror(
             continue;
         }
         let meta = copy.entry(&inside).with_context(|| shown_path(&to.name().join(&inside)).to_string())?;
+        let Some(meta) = meta else { continue };
         if meta.is_dir() {
             folders.push((inside, meta));
         }
         progress(&copy.done);
     }
-    if delete {
-        copy.remove_others()?;
-    }
     // Last, since changes in a directory change its time; the innermost first.
     for (inside, meta) in folders.iter().rev() {
-        copy.folder(inside, meta).with_context(|| shown_path(&to.name().join(inside)).to_string())?;
+        match copy.folder(inside, meta) {
+            Err(_) if copy.source(inside)?.is_none() => {}
+            done => done.with_context(|| shown_path(&to.name().join(inside)).to_string())?,
+        }
     }
     Ok(copy.done)
+}
+
+/// A file's device and inode number.
+type Id = (u64, u64);
+
+fn id(meta: &Metadata) -> Id {
+    (meta.dev(), meta.ino())
 }
 
 struct Copy<'a> {
     from: &'a Tree,
     to: &'a Tree,
     rights: Rights,
-    /// Files with several names, by device and inode: the name that was copied.
-    links: BTreeMap<(u64, u64), PathBuf>,
-    /// Files of the target with several names that were equal already, by device and inode: the file of the source that each is the copy of.
-    kept: BTreeMap<(u64, u64), (u64, u64)>,
+    /// Files with several names: the name that was copied, and what the file was then. Its number may be another file's since.
+    links: BTreeMap<Id, (PathBuf, Metadata)>,
+    /// Files of the target that have several names and needed no copy: the file of the source that each is.
+    kept: BTreeMap<Id, Id>,
     /// The directory, from the root, in which this run has removed last what dead runs left; `None`: in none yet.
     swept: Option<PathBuf>,
     done: Done,
 }
 
 impl Copy<'_> {
-    /// Copies an entry; of a directory, only that it is there. Returns what it is in the source.
-    fn entry(&mut self, inside: &Path) -> anyhow::Result<Metadata> {
+    /// Copies an entry, again if another came in its place meanwhile; of a directory, only that it is there. Returns what it is in the source; `None`: it
+    /// is gone from there.
+    fn entry(&mut self, inside: &Path) -> anyhow::Result<Option<Metadata>> {
+        let mut before = self.source(inside)?;
+        for left in (0..TRIES).rev() {
+            if before.is_none() {
+                break;
+            }
+            match self.entry_once(inside) {
+                Ok(meta) => return Ok(Some(meta)),
+                Err(e) => {
+                    let now = self.source(inside)?;
+                    if left == 0 || now.as_ref().map(id) == before.as_ref().map(id) {
+                        return Err(e);
+                    }
+                    before = now;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn entry_once(&mut self, inside: &Path) -> anyhow::Result<Metadata> {
         let (source, target) = (self.from.place(inside)?, self.to.place(inside)?);
         let meta = fs::symlink_metadata(&source.path)?;
         let there = present(&target.path)?;
@@ -187,11 +221,13 @@ impl Copy<'_> {
         there: Option<&Metadata>,
     ) -> anyhow::Result<()> {
         if meta.nlink() > 1 {
-            if let Some(first) = self.links.get(&(meta.dev(), meta.ino())) {
-                let first = self.to.place(first)?;
-                return self.link(&first.path, target, there);
-            }
-            self.links.insert((meta.dev(), meta.ino()), inside.to_owned());
+            match self.links.get(&id(meta)) {
+                Some((first, then)) if has_contents_of(meta, then) => {
+                    let first = self.to.place(first)?;
+                    return self.link(&first.path, target, there);
+                }
+                _ => self.links.insert(id(meta), (inside.to_owned(), meta.clone())),
+            };
         }
         if let Some(there) = there.filter(|t| is_same(meta, t, source, target)) {
             if there.nlink() > 1 && !self.is_alone(meta, there) {
@@ -205,16 +241,15 @@ impl Copy<'_> {
 
     /// Returns whether a file with several names can be the copy of this one: another of its names may belong to a different file of the source.
     fn is_alone(&mut self, meta: &Metadata, there: &Metadata) -> bool {
-        let source = (meta.dev(), meta.ino());
-        meta.nlink() > 1 && *self.kept.entry((there.dev(), there.ino())).or_insert(source) == source
+        meta.nlink() > 1 && *self.kept.entry(id(there)).or_insert(id(meta)) == id(meta)
     }
 
     /// Makes a further name of a copied file.
     fn link(&mut self, first: &Path, target: &Path, there: Option<&Metadata>) -> anyhow::Result<()> {
         let mut there = there.cloned();
-        for left in (0..LINK_TRIES).rev() {
+        for left in (0..TRIES).rev() {
             let wanted = fs::symlink_metadata(first)?;
-            if there.as_ref().is_some_and(|t| (t.dev(), t.ino()) == (wanted.dev(), wanted.ino())) {
+            if there.as_ref().is_some_and(|t| id(t) == id(&wanted)) {
                 self.done.same += 1;
                 break;
             }
@@ -320,6 +355,8 @@ impl Copy<'_> {
                 Ok(removed) => self.done.removed += u64::from(removed),
                 // By another run.
                 Err(e) if is_missing(&e) => {}
+                // Another run has made something in it, or an entry of a run that may be alive is in it.
+                Err(e) if e.kind() == io::ErrorKind::DirectoryNotEmpty => {}
                 Err(e) => {
                     return Err(e)
                         .with_context(|| format!("removing {}", shown_path(&self.to.name().join(&inside))));
@@ -329,10 +366,19 @@ impl Copy<'_> {
         Ok(())
     }
 
+    /// Returns whether the source has an entry; it has none where a directory on the way is a link by now.
     fn has_source(&self, inside: &Path) -> anyhow::Result<bool> {
         match self.from.place(inside) {
-            Ok(place) => Ok(present(&place.path)?.is_some()),
-            Err(e) if is_missing(&e) => Ok(false),
+            Err(e) if e.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => Ok(false),
+            _ => Ok(self.source(inside)?.is_some()),
+        }
+    }
+
+    /// Returns what an entry is in the source; `None`: it is gone.
+    fn source(&self, inside: &Path) -> anyhow::Result<Option<Metadata>> {
+        match self.from.place(inside) {
+            Ok(place) => present(&place.path),
+            Err(e) if is_missing(&e) => Ok(None),
             Err(e) => Err(e).with_context(|| shown_path(&self.from.name().join(inside)).to_string()),
         }
     }
@@ -377,7 +423,7 @@ fn clear(path: &Path, there: Option<&Metadata>) -> io::Result<()> {
         Some(_) => fs::remove_file(path),
     };
     match removed {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        Err(e) if !is_missing(&e) => Err(e),
         _ => Ok(()),
     }
 }
@@ -412,8 +458,10 @@ fn set_mode(path: &Path, mode: u32) -> anyhow::Result<()> {
     Ok(fs::set_permissions(tree::through(&entry), fs::Permissions::from_mode(mode))?)
 }
 
+/// On a mount, ESTALE tells that another member has removed what the kernel had found there.
 fn is_missing(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+    use io::ErrorKind::{NotADirectory, NotFound, StaleNetworkFileHandle};
+    matches!(e.kind(), NotFound | NotADirectory | StaleNetworkFileHandle)
 }
 
 fn present(path: &Path) -> anyhow::Result<Option<Metadata>> {
@@ -424,14 +472,17 @@ fn present(path: &Path) -> anyhow::Result<Option<Metadata>> {
     }
 }
 
+fn has_contents_of(meta: &Metadata, other: &Metadata) -> bool {
+    (meta.len(), meta.mtime(), meta.mtime_nsec()) == (other.len(), other.mtime(), other.mtime_nsec())
+}
+
 /// Returns whether contents need no copy: for files by size and modification time, as rsync does it.
 fn is_same(meta: &Metadata, there: &Metadata, source: &Path, target: &Path) -> bool {
     if meta.file_type() != there.file_type() {
         return false;
     }
     if meta.is_file() {
-        return (meta.len(), meta.mtime(), meta.mtime_nsec())
-            == (there.len(), there.mtime(), there.mtime_nsec());
+        return has_contents_of(meta, there);
     }
     if meta.is_symlink() {
         return fs::read_link(source).ok() == fs::read_link(target).ok();
@@ -445,7 +496,7 @@ fn contents(source: &Path, meta: &Metadata, to: &File) -> anyhow::Result<u64> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let from = File::options().read(true).custom_flags(flags.bits().try_into()?).open(source)?;
     let opened = from.metadata()?;
-    if (opened.dev(), opened.ino(), opened.is_file()) != (meta.dev(), meta.ino(), true) {
+    if (id(&opened), opened.is_file()) != (id(meta), true) {
         bail!("another file came in its place while it was copied");
     }
     let mut size = opened.len();

@@ -161,26 +161,6 @@ fn a_folder_that_was_there_gives_no_right_that_the_source_lacks_once_something_i
 }
 
 #[test]
-fn names_of_one_file_in_the_target_become_those_of_two_where_the_source_has_two() {
-    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (at, time) = (|name: &str| from.path().join(name), SystemTime::UNIX_EPOCH);
-    let write = |name: &str, contents: &str, mode| {
-        fs::write(at(name), contents).unwrap();
-        fs::set_permissions(at(name), fs::Permissions::from_mode(mode)).unwrap();
-        File::options().write(true).open(at(name)).unwrap().set_modified(time).unwrap();
-    };
-    write("a", "one", 0o600);
-    fs::hard_link(at("a"), at("c")).unwrap();
-    run(from.path(), to.path(), false);
-    fs::remove_file(at("c")).unwrap();
-    fs::hard_link(at("a"), at("b")).unwrap();
-    write("c", "two", 0o644);
-    fs::hard_link(at("c"), at("d")).unwrap();
-    run(from.path(), to.path(), false);
-    assert_eq!(picture(from.path()), picture(to.path()));
-}
-
-#[test]
 fn what_an_interrupted_run_left_is_no_part_of_the_tree() {
     let (from, to) = (tree(), tempfile::tempdir().unwrap());
     // In earlier releases it had no number.
@@ -382,4 +362,95 @@ fn rights_that_lie_in_files_are_copied_only_if_they_are_asked_for() {
     // A later copy without them takes them back.
     try_run(from.path(), to.path(), none, &mut |_| {}).unwrap();
     assert_eq!(mode(), 0o711);
+}
+
+#[test]
+fn files_that_became_two_in_the_source_become_two_in_the_copy() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let at = |name: &str| from.path().join(name);
+    fs::write(at("a"), "one").unwrap();
+    for name in ["b", "c", "d"] {
+        fs::hard_link(at("a"), at(name)).unwrap();
+    }
+    run(from.path(), to.path(), false);
+    let time = fs::metadata(at("a")).unwrap().modified().unwrap();
+    for name in ["c", "d"] {
+        fs::remove_file(at(name)).unwrap();
+    }
+    let second = File::create(at("c")).unwrap();
+    fs::write(at("c"), "two").unwrap();
+    second.set_permissions(fs::Permissions::from_mode(0o600)).unwrap();
+    second.set_modified(time).unwrap();
+    fs::hard_link(at("c"), at("d")).unwrap();
+    run(from.path(), to.path(), false);
+    assert_eq!(picture(to.path()), picture(from.path()));
+}
+
+#[test]
+fn what_the_source_no_longer_has_makes_room_for_what_it_has() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mount = |what: &[&str]| std::process::Command::new(what[0]).args(&what[1..]).arg(to.path()).status();
+    assert!(mount(&["mount", "-t", "tmpfs", "-o", "size=4M", "none"]).unwrap().success());
+    let old = fs::write(to.path().join("old"), vec![1; 3 << 20]);
+    let written = old.and_then(|()| fs::write(from.path().join("new"), vec![2; 3 << 20]));
+    let done = written.map_err(Into::into).and_then(|()| {
+        mirror(&Tree::open(from.path())?, &Tree::open(to.path())?, Rights::ALL, true, &mut |_| {})
+    });
+    assert!(mount(&["umount"]).unwrap().success());
+    assert_eq!(done.unwrap().removed, 1);
+}
+
+#[test]
+fn a_directory_in_which_a_living_run_has_an_entry_stays_and_the_run_goes_on() {
+    let (from, to) = (tree(), tempfile::tempdir().unwrap());
+    run(from.path(), to.path(), false);
+    fs::create_dir(to.path().join("no longer there")).unwrap();
+    let living = to.path().join("no longer there/.tombolo-unfinished-0123456789abcdef0123456789abcdef");
+    std::os::unix::fs::symlink("x", &living).unwrap();
+    run(from.path(), to.path(), true);
+    assert!(fs::symlink_metadata(living).is_ok());
+}
+
+#[test]
+fn a_source_whose_files_are_replaced_and_removed_meanwhile_is_copied() {
+    let (from, to) = (tree(), tempfile::tempdir().unwrap());
+    let busy = from.path().join("busy");
+    fs::create_dir(&busy).unwrap();
+    let ended = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for turn in 0.. {
+                let name = |kind: &str| busy.join(format!("{kind}{}", turn % 50));
+                fs::write(name("new"), format!("{turn}")).unwrap();
+                fs::rename(name("new"), name("file")).unwrap();
+                if turn % 2 == 0 {
+                    fs::remove_file(name("file")).unwrap();
+                }
+                fs::create_dir_all(name("folder").join("inner")).unwrap();
+                fs::write(name("folder").join("file"), "").unwrap();
+                fs::remove_dir_all(name("folder")).unwrap();
+                if ended.load(std::sync::atomic::Ordering::Relaxed) {
+                    break;
+                }
+            }
+        });
+        let done = (0..100).try_for_each(|_| {
+            mirror(&Tree::open(from.path())?, &Tree::open(to.path())?, Rights::ALL, true, &mut |_| {})
+                .map(drop)
+        });
+        ended.store(true, std::sync::atomic::Ordering::Relaxed);
+        done.unwrap();
+    });
+    run(from.path(), to.path(), true);
+    assert_eq!(picture(to.path()), picture(from.path()));
+}
+
+#[test]
+fn a_directory_that_became_a_link_is_one_in_the_copy_also_with_delete() {
+    let (from, to) = (tree(), tempfile::tempdir().unwrap());
+    run(from.path(), to.path(), true);
+    fs::rename(from.path().join("folder"), from.path().join("moved")).unwrap();
+    std::os::unix::fs::symlink("moved", from.path().join("folder")).unwrap();
+    run(from.path(), to.path(), true);
+    assert_eq!(picture(to.path()), picture(from.path()));
 }

@@ -113,7 +113,10 @@ impl Tree {
     ) -> impl Iterator<Item = anyhow::Result<PathBuf>> + use<'_> {
         let root = self.through_root();
         let walk = WalkDir::new(&root).sort_by_file_name().contents_first(contents_first);
-        walk.into_iter().map(move |entry| {
+        // What is gone when its turn comes was removed meanwhile; the root can't be.
+        let is_gone = |e: &walkdir::Error| e.depth() > 0 && e.io_error().is_some_and(super::is_missing);
+        let walk = walk.into_iter().filter(move |entry| !entry.as_ref().is_err_and(is_gone));
+        walk.map(move |entry| {
             let entry = entry.map_err(|e| {
                 let inside = e.path().and_then(|path| path.strip_prefix(&root).ok()).unwrap_or(Path::new(""));
                 anyhow::anyhow!("reading {}: {}", shown_path(&self.name.join(inside)), io::Error::from(e))
