@@ -6,8 +6,8 @@
 //! it has its owner and mode (`unfinished`), also when several runs copy into one directory. No other user can read of a copy what is not readable in the
 //! source, also while it is made or when it ends in the middle.
 //!
-//! Both trees may change meanwhile: what is gone from the source when its turn comes is left out, and a file that is replaced while it is copied is copied again.
-//! Either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
+//! Both trees may change meanwhile: what is gone from the source when its turn comes is left out, and a file that is replaced while it is copied is copied
+//! again. Either may belong to a guest: entries are reached below the trees' open roots only (`tree`).
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
