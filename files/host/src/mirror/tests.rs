@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-use std::time::SystemTime;
-
 use super::*;
 use walkdir::WalkDir;
 
