@@ -160,7 +160,11 @@ fn private_folder(temporary: &Path) -> anyhow::Result<(PathBuf, OwnedFd)> {
             Ok(lock) if rustix::fs::fstat(&lock)?.st_nlink > 0 => return Ok((folder, lock)),
             // Another copy took it for a dead one's before it was locked.
             Ok(_) | Err(Errno::WOULDBLOCK | Errno::NOENT) => {}
-            Err(e) => return Err(e).with_context(|| format!("locking {}", folder.display())),
+            Err(e) => {
+                // What went wrong says more than what this may meet.
+                let _ = std::fs::remove_dir(&folder);
+                return Err(e).with_context(|| format!("locking {}", folder.display()));
+            }
         }
     }
 }
