@@ -12,6 +12,7 @@ use serde_json::json;
 use tombolo_control::Size;
 
 use crate::fs::{self, Filesystem, Handle, Mkfs};
+use crate::room;
 use crate::shown::shown;
 use crate::sys;
 use crate::target::{self, PCI, Target};
@@ -273,7 +274,7 @@ fn grow(zone: &Path, size: u64) -> anyhow::Result<()> {
     if file.metadata()?.len() != 0 {
         bail!("{}: exists already; leave --size away to use it as it is", zone.display());
     }
-    if let Err(e) = target::take_room(&file, size) {
+    if let Err(e) = room::take(&file, size) {
         // It is again as it was, unless that fails, too.
         let _ = file.set_len(0);
         return Err(e).with_context(|| format!("{}: growing to {size} bytes", zone.display()));

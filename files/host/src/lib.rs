@@ -18,6 +18,7 @@
 //! - [`fsck`]: check and repair.
 //! - [`snapshot`]: consistent images of file systems in use.
 //! - [`mirror`]: makes directory trees equal.
+//! - `room`: the room on a disk that a mapped file needs.
 //! - [`shown`]: names that members made, as people see them.
 //! - [`target`]: resolves a command's ZONE argument.
 //! - [`cli`]: the commands `tombolo files …`.
@@ -32,6 +33,7 @@ pub mod fsck;
 pub mod fuse;
 mod log;
 pub mod mirror;
+mod room;
 pub mod shown;
 pub mod snapshot;
 pub mod sys;

@@ -11,8 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::{FallocateFlags, FlockOperation, SealFlags};
-use rustix::io::Errno;
+use rustix::fs::FlockOperation;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
 use tombolo_zone::{
@@ -23,6 +22,7 @@ use uuid::Uuid;
 use crate::area::{Area, Incarnation, Map, open_backing};
 use crate::fs::Ringer;
 use crate::fsck;
+use crate::room;
 use crate::sys;
 
 /// Begins an argument that names a zone in an ivshmem device of this guest.
@@ -100,19 +100,6 @@ fn await_serving(mut attempt: impl FnMut() -> std::io::Result<()>) -> std::io::R
     }
 }
 
-/// Gives a file `size` bytes, each with room on its file system: a store to a mapped page without room would end the process. Where a file system can't
-/// keep room, its files have holes.
-///
-/// # Errors
-/// ENOSPC; and others of fallocate(2) and ftruncate(2).
-pub(crate) fn take_room(file: &std::fs::File, size: u64) -> std::io::Result<()> {
-    tombolo_zone::backing::write_in_place(file);
-    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size) {
-        Err(Errno::OPNOTSUPP | Errno::NOSYS) => file.set_len(size),
-        done => Ok(done?),
-    }
-}
-
 /// Removes a file that was made for a file system and has none, unless another process makes one in it.
 pub(crate) fn remove_unfilled(path: &Path) -> anyhow::Result<()> {
     let mut file = open_backing(path, true)?;
@@ -122,39 +109,6 @@ pub(crate) fn remove_unfilled(path: &Path) -> anyhow::Result<()> {
     }
     byte_lock(&file.into(), REPLACING, libc::F_OFD_SETLK, libc::F_WRLCK)?;
     Ok(std::fs::remove_file(path)?)
-}
-
-/// Takes the room for the holes of a file that is to be mapped and written, as sparse copies have some, and for blocks that it shares with copies
-/// (`cp --reflink`).
-fn fill_holes(path: &Path) -> anyhow::Result<()> {
-    let file = open_backing(path, true).with_context(|| format!("opening {}", path.display()))?;
-    let about = rustix::fs::fstat(&file)?;
-    let (size, room) = (u64::try_from(about.st_size)?, u64::try_from(about.st_blocks)? * 512);
-    // Memory that is no file's is taken as it is used.
-    let is_memory = rustix::fs::fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-    if is_memory {
-        return Ok(());
-    }
-    let take = |flags| match rustix::fs::fallocate(&file, flags | FallocateFlags::KEEP_SIZE, 0, size) {
-        Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-        Err(e) => Err(e),
-    };
-    if room < size {
-        take(FallocateFlags::empty()).with_context(|| {
-            format!(
-                "{}: has holes, and {} KiB that they take are not free on its file system",
-                path.display(),
-                (size - room) >> 10
-            )
-        })?;
-    }
-    // A store to a block that two files share takes a new one.
-    take(FallocateFlags::UNSHARE_RANGE).with_context(|| {
-        format!(
-            "{}: shares blocks with a copy of it, and its file system has no room for others",
-            path.display()
-        )
-    })
 }
 
 /// The name by which a process joins a zone.
@@ -447,7 +401,7 @@ impl Target {
 
     /// Takes the room that what is to be written needs in its file, before any of it is written.
     pub fn fill_holes(&self) -> anyhow::Result<()> {
-        if self.is_inside() { Ok(()) } else { fill_holes(&self.path) }
+        if self.is_inside() { Ok(()) } else { room::fill_holes(&self.path) }
     }
 
     fn locking(&self) -> String {
