@@ -185,10 +185,17 @@ fn refused() -> Error {
     Error::io("doorbell handshake", io::Error::new(io::ErrorKind::ConnectionAborted, why))
 }
 
+/// Nothing was read for [`HANDSHAKE`].
+fn silent() -> Error {
+    let why = "the zone's owner (a project's supervisor, 'tombolo zone serve' or a mount) does not answer; if it is suspended, have it go on (kill -CONT)";
+    Error::io("doorbell handshake", io::Error::new(io::ErrorKind::TimedOut, why))
+}
+
 fn next(stream: &UnixStream) -> Result<(i64, Option<OwnedFd>)> {
     match wire::receive(stream) {
         Ok(Some(message)) => Ok(message),
         Ok(None) => Err(refused()),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(silent()),
         Err(error) => Err(Error::io("doorbell handshake", error)),
     }
 }
@@ -269,5 +276,18 @@ fn learn(stream: &UnixStream, peers: &Peers) -> bool {
         }
         Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         Ok(None) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_owner_that_does_not_answer_is_named_with_what_to_do() {
+        let (own, _owners) = UnixStream::pair().unwrap();
+        own.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+        let said = next(&own).unwrap_err().to_string();
+        assert!(said.contains("owner") && said.contains("kill -CONT"), "{said}");
     }
 }

@@ -128,6 +128,12 @@ impl Room {
         let record = self.0.join(FILE);
         let mut line = OsString::from(format!("{} {} ", file.dev(), file.ino()));
         line.push(path);
+        // What is recorded already needs no room on a full file system: there, too, a VM can be expelled.
+        let is_there =
+            fs::read(&record).is_ok_and(|there| there.strip_suffix(b"\n") == Some(line.as_bytes()));
+        if is_there {
+            return Ok(());
+        }
         replace(&record, line).map_err(|e| Error::io(format!("writing {}", record.display()), e))
     }
 
@@ -453,6 +459,23 @@ mod tests {
         fs::remove_file(room.invitation("c")).unwrap();
         fs::create_dir(room.invitation("c")).unwrap();
         assert_eq!(read().get("c"), Some(&None));
+    }
+
+    /// A full file system has no room for it.
+    #[test]
+    fn a_zones_room_that_is_its_room_already_is_not_written_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let zone = dir.path().join("zone");
+        fs::write(&zone, "").unwrap();
+        let room = Room(dir.path().join("zones").join("z"));
+        let record = || fs::metadata(room.0.join(FILE)).unwrap().ino();
+        room.take_for(&zone).unwrap();
+        let (first, other) = (record(), dir.path().join("moved"));
+        room.take_for(&zone).unwrap();
+        assert_eq!(record(), first);
+        fs::rename(&zone, &other).unwrap();
+        room.take_for(&other).unwrap();
+        assert!(fs::read_to_string(room.0.join(FILE)).unwrap().ends_with("/moved\n"));
     }
 
     /// A server that starts records the VMs of the member table, and a command records the VM that it has just put there.
