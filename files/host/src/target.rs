@@ -336,6 +336,16 @@ impl Target {
         }
     }
 
+    /// Returns the epochs of all slots, one of which changes when a member joins. None: no zone, whose mounts wait until this process has closed the file.
+    pub(crate) fn epochs(&self) -> anyhow::Result<Vec<u32>> {
+        match &self.kind {
+            Kind::Bare { .. } => Ok(Vec::new()),
+            Kind::Zone { zone, .. } => {
+                MemberId::all().map(|id| Ok(zone.member(id)?.epoch)).collect::<anyhow::Result<_>>()
+            }
+        }
+    }
+
     fn alive(&self) -> anyhow::Result<Vec<String>> {
         Ok(match &self.kind {
             Kind::Zone { zone, .. } => {

@@ -1052,6 +1052,44 @@ fn a_mount_that_ends_leaves_what_has_been_mounted_at_its_place_since() {
 }
 
 #[test]
+fn a_mount_whose_directory_was_moved_leaves_no_dead_mount_when_it_ends() {
+    let alone = Alone::new();
+    let [before, after] = ["before", "a f\tter"].map(|name| alone.at.with_file_name(name));
+    fs::create_dir_all(before.join("at")).expect("directories");
+    let at = before.join("at");
+    let json: serde_json::Value =
+        serde_json::from_str(&must(&["mount", "--json", &alone.image, at.to_str().expect("a path")]))
+            .expect("JSON");
+    let pid = json["pid"].as_i64().expect("a pid") as i32;
+    fs::rename(&before, &after).expect("rename");
+    // SAFETY: a plain call on the process started above.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+    wait_until(|| !Path::new(&format!("/proc/{pid}")).exists());
+    fs::remove_dir(after.join("at")).expect("a directory that nothing is mounted at");
+}
+
+#[test]
+fn a_mount_that_is_covered_as_it_ends_says_so() {
+    let alone = Alone::new();
+    let at = alone.at.to_str().expect("a path");
+    let mut mount = Command::new(env!("CARGO_BIN_EXE_tombolo-files-torture"));
+    mount.args(["files", "mount", "--foreground", &alone.image, at]);
+    let mut mount = mount.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let mut line = String::new();
+    BufReader::new(mount.stdout.as_mut().expect("a pipe")).read_line(&mut line).expect("a line");
+    let covered = Command::new("mount").args(["-t", "tmpfs", "tmpfs", at]).status().expect("mount starts");
+    assert!(covered.success());
+    // SAFETY: a plain call on the process started above.
+    assert_eq!(unsafe { libc::kill(mount.id() as i32, libc::SIGTERM) }, 0);
+    let out = mount.wait_with_output().expect("its end");
+    for _ in 0..2 {
+        unmount(&alone.at);
+    }
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(!out.status.success() && said.contains("another mount covers it"), "{said}");
+}
+
+#[test]
 fn fallocate_by_an_ordinary_user_takes_set_id_bits_away() {
     let alone = Alone::new();
     alone.mount(&[]);
@@ -1404,6 +1442,23 @@ fn a_file_that_is_replaced_all_the_time_is_there_for_who_opens_it_on_each_mount(
     assert!(here.is_empty() && there.is_empty(), "{here:?} {there:?}");
     // What was kept for openers is let go of.
     wait_until(|| rustix::fs::statvfs(rig.at("a")).is_ok_and(|at| at.f_files - at.f_ffree == 2));
+}
+
+/// For a moment after an ESTALE, files are kept that were looked up.
+#[test]
+fn the_room_of_a_removed_file_is_free_at_once_also_after_an_estale() {
+    let rig = Rig::new();
+    let room = rustix::fs::statvfs(rig.at("a")).expect("statvfs");
+    let much = vec![1; (room.f_bavail * room.f_frsize / 10 * 7) as usize];
+    fs::write(rig.at("a/much"), &much).expect("there is room");
+    fs::write(rig.at("a/gone"), "").expect("write");
+    let gone =
+        fs::File::options().read(true).custom_flags(libc::O_PATH).open(rig.at("a/gone")).expect("open");
+    fs::remove_file(rig.at("b/gone")).expect("remove");
+    let stale = fs::File::open(format!("/proc/self/fd/{}", gone.as_raw_fd())).expect_err("it is removed");
+    assert_eq!(stale.raw_os_error(), Some(libc::ESTALE));
+    fs::remove_file(rig.at("a/much")).expect("remove");
+    fs::write(rig.at("a/as much"), &much).expect("there is room");
 }
 
 #[test]

@@ -54,6 +54,21 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
     })))
 }
 
+/// Checks, and tells `check` whether members use the file system. What it finds where nobody does may be what a member does that has come since, so then it
+/// checks once more as in use. Returns what it told at last, and the result.
+fn told_apart<T>(
+    target: &Target,
+    mut check: impl FnMut(bool) -> anyhow::Result<(bool, T)>,
+) -> anyhow::Result<(bool, T)> {
+    let before = target.epochs()?;
+    let live = target.is_in_use()?;
+    let (is_damaged, checked) = check(live)?;
+    if live || !is_damaged || target.epochs()? == before {
+        return Ok((live, checked));
+    }
+    Ok((true, check(true)?.1))
+}
+
 /// Returns the exit code and what is to be said.
 fn checked(args: &Args, json: bool) -> anyhow::Result<(u8, String)> {
     let target = Target::open(&args.zone, args.yes, args.area.as_deref())?;
@@ -62,17 +77,18 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<(u8, String)> {
     if args.yes {
         target.fill_holes()?;
     }
-    let live = target.is_in_use()?;
     let area = target.area()?;
     let named = || args.zone.display().to_string();
-    let unfinished = if live { 0 } else { fsck::unfinished(&area).with_context(named)? };
-    let finished = if live || args.yes { None } else { fsck::finished(&area) };
-    let report = {
+    let (live, (unfinished, is_finished, report)) = told_apart(&target, |live| {
+        let unfinished = if live { 0 } else { fsck::unfinished(&area).with_context(named)? };
+        let finished = if live || args.yes { None } else { fsck::finished(&area) };
         let mut meter = Meter::new(json);
         let checked = finished.as_ref().unwrap_or(&area);
-        fsck::check(checked, Options { repair: args.yes, live }, &mut |s, d, o| meter.show(s, d, o))
-            .with_context(named)?
-    };
+        let options = Options { repair: args.yes, live };
+        let report = fsck::check(checked, options, &mut |s, d, o| meter.show(s, d, o)).with_context(named)?;
+        // Nobody comes during a repair.
+        Ok((report.damage > 0 && !args.yes, (unfinished, finished.is_some(), report)))
+    })?;
     if args.yes {
         area.sync()?;
     }
@@ -95,7 +111,7 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<(u8, String)> {
         writeln!(said, "{}: {}{done}", args.zone.display(), shown(&problem.text))?;
     }
     if unfinished > 0 {
-        let then = match (args.yes, finished.is_some()) {
+        let then = match (args.yes, is_finished) {
             (true, _) => "",
             (_, true) => " by the next mount; checked as it will be then",
             (_, false) => {
@@ -125,4 +141,40 @@ fn checked(args: &Args, json: bool) -> anyhow::Result<(u8, String)> {
         report.blocks >> 8
     )?;
     Ok((code, said))
+}
+
+#[cfg(test)]
+mod tests {
+    use tombolo_zone::{Backing, Zone, ZoneConfig};
+
+    use super::*;
+    use crate::fs::Mkfs;
+    use crate::target::Name;
+
+    #[test]
+    fn what_a_member_does_that_comes_during_a_check_is_no_damage() -> anyhow::Result<()> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("zone");
+        let config = ZoneConfig::new("zone", 16 << 20).backing(Backing::File(path.clone()));
+        let _owner = Zone::create(&config)?;
+        crate::fs::mkfs(&Target::open(&path, true, None)?.area()?, &Mkfs::default())?;
+        let target = Target::open(&path, false, None)?;
+        // Nobody came: it is.
+        assert_eq!(told_apart(&target, |live| Ok((true, live)))?, (false, false));
+        for leaves in [true, false] {
+            let mut stays = None;
+            let told = told_apart(&target, |live| {
+                if !live {
+                    let other = Target::open(&path, true, None)?;
+                    let (_, member) = other.join(Name::Process("mount"))?;
+                    let member = member.context("a zone")?;
+                    if leaves { member.leave()? } else { stays = Some(member) }
+                }
+                Ok((true, live))
+            })?;
+            assert_eq!(told, (true, true), "leaves: {leaves}");
+            drop(stays);
+        }
+        Ok(())
+    }
 }

@@ -357,7 +357,8 @@ fn serve(
     if recovery.join().is_err() {
         bail!("the thread that recovers dead members panicked");
     }
-    if mounted.unmount()? && have_ended(&ended_read)? {
+    let unused = mounted.unmount().with_context(|| format!("unmounting {}", mounted.target().display()))?;
+    if unused && have_ended(&ended_read)? {
         for thread in threads {
             match thread.join() {
                 Ok(Ok(done)) => done.context("answering requests")?,

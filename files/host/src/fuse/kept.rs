@@ -82,17 +82,31 @@ impl Kept {
 
     /// Lets those go that were kept long enough. May wait for a suspended member.
     pub fn let_go(&self, fs: &Filesystem, nodes: &Nodes) {
-        let late = |(number, since): (&u64, &Instant)| (since.elapsed() >= TIME).then_some(*number);
-        let numbers: Vec<u64> = self.files().iter().filter_map(late).collect();
-        for number in numbers {
-            // It may have been looked up again.
+        self.let_go_if(fs, nodes, |_, since| since.elapsed() >= TIME);
+    }
+
+    /// Lets those go that have no name any more. Returns whether there were any. May wait for a suspended member.
+    pub fn let_removed_go(&self, fs: &Filesystem, nodes: &Nodes) -> bool {
+        self.let_go_if(fs, nodes, |number, _| {
+            fs.getattr(nodes.handle(number)).is_ok_and(|attr| attr.nlink == 0)
+        })
+    }
+
+    fn let_go_if(&self, fs: &Filesystem, nodes: &Nodes, go: impl Fn(u64, Instant) -> bool) -> bool {
+        let files: Vec<(u64, Instant)> =
+            self.files().iter().map(|(number, since)| (*number, *since)).collect();
+        let mut gone = false;
+        for (number, since) in files.into_iter().filter(|(number, since)| go(*number, *since)) {
             let mut files = self.files();
-            if files.get(&number).is_some_and(|since| since.elapsed() >= TIME) {
+            // It may have been looked up again.
+            if files.get(&number) == Some(&since) {
                 files.remove(&number);
                 drop(files);
                 // An error has no reader: the recovery of this member does the rest.
                 let _ = nodes.release(fs, number);
+                gone = true;
             }
         }
+        gone
     }
 }

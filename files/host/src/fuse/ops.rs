@@ -86,8 +86,13 @@ impl Server {
 
     fn tried<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
         let answer = self.carry_out(h, c);
-        if matches!(answer, Err(Errno::STALE)) {
-            self.kept.met_stale();
+        match answer {
+            Err(Errno::STALE) => self.kept.met_stale(),
+            // Removed files that are kept take room. A request that found none has changed nothing.
+            Err(Errno::NOSPC | Errno::DQUOT) if self.kept.let_removed_go(&self.fs, &self.nodes) => {
+                return self.carry_out(h, c);
+            }
+            _ => {}
         }
         answer
     }

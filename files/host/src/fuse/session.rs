@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A mount's life: opens the device, mounts, negotiates with the kernel, answers requests on several threads, unmounts.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsString};
 use std::fs::File;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -201,11 +201,35 @@ impl Mounted {
 
     /// Unmounts; a mount in use is detached, so that the directory is free at once. Returns whether it was unused. Another process may have unmounted it
     /// before, and mounted something else here since, which stays.
+    ///
+    /// # Errors
+    /// Another mount covers it; and others.
     pub fn unmount(&self) -> io::Result<bool> {
-        if self.has_ended()? || !detach(&self.target, Some(self.number))? {
+        if self.has_ended()? {
             return Ok(true);
         }
-        self.has_ended()
+        if detach(&self.target, Some(self.number))? {
+            return self.has_ended();
+        }
+        // It was moved, or a directory above it renamed.
+        for place in self.places()? {
+            if !detach(&place, Some(self.number))? && self.places()?.contains(&place) {
+                let place = place.display();
+                return Err(io::Error::other(format!(
+                    "another mount covers it; umount {place} until both are gone"
+                )));
+            }
+        }
+        Ok(true)
+    }
+
+    /// Where it is mounted, as this process sees it; none without /proc.
+    fn places(&self) -> io::Result<Vec<PathBuf>> {
+        match std::fs::read("/proc/self/mountinfo") {
+            Ok(table) => Ok(self.number.places(&table)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(e),
+        }
     }
 
     /// Whether the file system is mounted nowhere any more.
@@ -222,7 +246,7 @@ pub fn detach(target: &Path, of: Option<DeviceNumber>) -> io::Result<bool> {
     let place =
         match rustix::fs::open(target, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
             Ok(place) => Some(place),
-            Err(Errno::NOENT) => return Ok(false),
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(false),
             // By name then.
             Err(Errno::MFILE | Errno::NFILE) => None,
             Err(e) => return Err(e.into()),
@@ -245,19 +269,24 @@ pub fn detach(target: &Path, of: Option<DeviceNumber>) -> io::Result<bool> {
         let text = String::from_utf8_lossy(&out.stderr).trim().to_owned();
         return Err(io::Error::other(format!("fusermount3 could not unmount {}: {text}", target.display())));
     }
-    // The descriptor names this very mount, whatever is mounted here since.
-    let name = match &place {
-        Some(place) => CString::new(format!("/proc/self/fd/{}", place.as_raw_fd()))?,
-        None => CString::new(target.as_os_str().as_bytes())?,
-    };
-    // SAFETY: a terminated string.
-    if unsafe { libc::umount2(name.as_ptr(), libc::MNT_DETACH) } == 0 {
-        return Ok(true);
-    }
-    match io::Error::last_os_error() {
+    // The descriptor names this very mount, whatever is mounted here since. By name where /proc is missing.
+    let by_descriptor =
+        place.as_ref().map(|place| PathBuf::from(format!("/proc/self/fd/{}", place.as_raw_fd())));
+    let detached = by_descriptor.map_or(Err(Errno::NOENT), |name| detach_name(&name));
+    match if detached == Err(Errno::NOENT) { detach_name(target) } else { detached } {
+        Ok(()) => Ok(true),
         // Not a mount, or not any more: another process has unmounted it.
-        e if e.raw_os_error() == Some(libc::EINVAL) => Ok(false),
-        e => Err(e),
+        Err(Errno::INVAL) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn detach_name(name: &Path) -> Result<(), Errno> {
+    let name = CString::new(name.as_os_str().as_bytes()).map_err(|_| Errno::INVAL)?;
+    // SAFETY: a terminated string.
+    match unsafe { libc::umount2(name.as_ptr(), libc::MNT_DETACH) } {
+        0 => Ok(()),
+        _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),
     }
 }
 
@@ -275,6 +304,30 @@ impl DeviceNumber {
         let found = rustix::fs::statx(dir, path, flags, StatxFlags::empty())?;
         Ok(DeviceNumber { major: found.stx_dev_major, minor: found.stx_dev_minor })
     }
+
+    /// The directories where its file system is mounted, by a table of mounts (proc(5), /proc/PID/mountinfo); the last mounted first.
+    fn places(self, table: &[u8]) -> Vec<PathBuf> {
+        let number = format!("{}:{}", self.major, self.minor);
+        let place = |line: &[u8]| {
+            let mut fields = line.split(|byte| *byte == b' ').skip(2);
+            (fields.next()? == number.as_bytes()).then(|| fields.nth(1).map(unescaped)).flatten()
+        };
+        table.split(|byte| *byte == b'\n').rev().filter_map(place).collect()
+    }
+}
+
+/// A path of a table of mounts, in which spaces and the like are written as three octal digits.
+fn unescaped(text: &[u8]) -> PathBuf {
+    let mut path = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&byte, after)) = rest.split_first() {
+        let digits =
+            after.get(..3).filter(|_| byte == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        let escaped = digits.and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        path.push(escaped.unwrap_or(byte));
+        rest = if escaped.is_some() { &after[3..] } else { after };
+    }
+    PathBuf::from(OsString::from_vec(path))
 }
 
 /// Another descriptor of the same mount, with a queue of its own.
