@@ -19,11 +19,15 @@ use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::vring::driver::{Nic, NicConfig};
 
-/// A line of /proc/PID/status.
-fn status(pid: u32, key: &str) -> Vec<String> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+/// A line of /proc/PID/status; `None`: there is no such process any more.
+fn status_if_there(pid: u32, key: &str) -> Option<Vec<String>> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':')).unwrap();
-    line.split_whitespace().map(str::to_owned).collect()
+    Some(line.split_whitespace().map(str::to_owned).collect())
+}
+
+fn status(pid: u32, key: &str) -> Vec<String> {
+    status_if_there(pid, key).expect("a process")
 }
 
 fn is_root() -> bool {
@@ -32,7 +36,7 @@ fn is_root() -> bool {
 }
 
 fn runs(pid: u32) -> bool {
-    Path::new(&format!("/proc/{pid}/stat")).exists() && status(pid, "State")[0] != "Z"
+    status_if_there(pid, "State").is_some_and(|state| state[0] != "Z")
 }
 
 fn port(name: &str, socket: &Path, n: usize, role: &str) -> Request {
