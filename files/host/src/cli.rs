@@ -245,7 +245,7 @@ fn mkfs(
         .map_or(Ok(()), |size| grow(zone, size))
         .and_then(|()| fill(zone, area, force, size.is_some(), options));
     if done.is_err() && is_new {
-        // What went wrong says more than what this may meet.
+        // The first error is the one to tell, whether or not this removal fails.
         let _ = target::remove_unfilled(zone);
     }
     let s = done?;

@@ -2,9 +2,9 @@
 //! Making stores in a mapped file durable, for many threads at once.
 //!
 //! All files of a mount lie in one file of its host, and the kernel tells of a failed write to the disk only once for each open description, to whoever
-//! syncs next. Pages whose write failed count as written afterwards. So whoever syncs later would be told that its data is on the disk, which may be
-//! among those. Here such a failure stays: no later sync succeeds. Threads that sync at the same time share one call, since of two calls at once the kernel
-//! may tell the failure to the one alone.
+//! syncs next. Afterwards the kernel takes the lost pages for written, so the next fdatasync(2) succeeds though the caller's data may be in them. Here such
+//! a failure stays: no later sync succeeds. Threads that sync at the same time share one call, since of two calls at once the kernel may tell the failure
+//! to the one alone.
 
 use std::io;
 use std::os::fd::OwnedFd;

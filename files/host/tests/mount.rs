@@ -1440,7 +1440,7 @@ fn a_file_that_is_replaced_all_the_time_is_there_for_who_opens_it_on_each_mount(
         (open_all("a/name"), there.join().expect("no panic"))
     });
     assert!(here.is_empty() && there.is_empty(), "{here:?} {there:?}");
-    // What was kept for openers is let go of.
+    // The mounts let the files go that they kept for openers.
     wait_until(|| rustix::fs::statvfs(rig.at("a")).is_ok_and(|at| at.f_files - at.f_ffree == 2));
 }
 

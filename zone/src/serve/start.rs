@@ -74,7 +74,7 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
     Ok(Invitation { member: member.to_owned(), rights, zone: name, uuid, path, size, socket })
 }
 
-/// Takes an invitation back that the zone's server has given no socket, and the slot that nobody else has taken meanwhile.
+/// Takes back an invitation for which the server made no socket, and frees its slot unless a process has taken that.
 fn withdraw(path: &Path, room: &Room, member: &str) -> anyhow::Result<()> {
     if room.socket(member).exists() {
         return Ok(());

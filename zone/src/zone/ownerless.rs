@@ -2,10 +2,13 @@
 //! A zone without an owner: which VMs live, and how a process becomes its owner.
 //!
 //! The owner of a zone holds the slots of VMs that it does not start. When it is killed, the kernel drops these locks and the VMs live on, with the whole
-//! zone in their memory. So a VM that was let in and that nobody holds counts as alive until one of these says that it has ended: the host, where it has
-//! booted since ([`boot`]); the VM's own process, where that is what held the slot; the kernel, if no process has the zone open as these VMs have it
-//! ([`Openers`]); or, where the kernel can't be asked, the record of its process, where it is of this process's namespaces ([`Room::lives`]). All but the
-//! record are the same for each user, environment and namespace.
+//! zone in their memory. So a VM that was let in, and whose slot no process holds, counts as alive until one of these shows that it has ended:
+//! - the host has booted since ([`boot`]);
+//! - the VM's own process held the slot;
+//! - the kernel finds no process that has the zone open as these VMs have it ([`Openers`]);
+//! - where the kernel can't be asked: the record of the VM's process, if it is of this process's namespaces ([`Room::lives`]).
+//!
+//! All but the record are the same for each user, environment and namespace.
 
 use std::fs::File;
 use std::mem::offset_of;

@@ -18,8 +18,6 @@ use tombolo_zone::Unburied;
 
 use super::{LOST, open_error};
 use crate::fs::Filesystem;
-use crate::fuse::locks::Locks;
-use crate::fuse::nodes::Nodes;
 use crate::fuse::ops::Server;
 use crate::fuse::options::MountOptions;
 use crate::fuse::session::{self, Mounted};
@@ -171,15 +169,8 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     if !options.read_only {
         fs.recover_all().with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
     }
-    let nodes = Nodes::new(fs.root());
-    let server = Arc::new(Server {
-        fs,
-        nodes,
-        kept: Default::default(),
-        locks: Locks::default(),
-        noatime: options.noatime,
-        device_memory: target.is_inside(),
-    });
+    let server =
+        Arc::new(Server { noatime: options.noatime, device_memory: target.is_inside(), ..Server::new(fs) });
     let mounted = session::mount(&args.directory, &options)
         .with_context(|| format!("mounting at {}", args.directory.display()))?;
     let waiting = {
@@ -321,10 +312,8 @@ fn serve(
         fds.extend([&ended_read, &*over].map(|ended| PollFd::new(ended, PollFlags::IN)));
         let rung = joined.and_then(Joined::rung);
         fds.extend(rung.map(|rung| PollFd::new(rung, PollFlags::IN)));
-        match poll(
-            &mut fds,
-            Some(if !server.kept.any() && joined.is_none_or(Joined::is_served) { &REAP } else { &LOOK }),
-        ) {
+        let looks = server.kept.any() || joined.is_some_and(|joined| !joined.is_served());
+        match poll(&mut fds, Some(if looks { &LOOK } else { &REAP })) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(e) => return Err(e).context("waiting for the mount's end"),
         }

@@ -161,7 +161,7 @@ fn private_folder(temporary: &Path) -> anyhow::Result<(PathBuf, OwnedFd)> {
             // Another copy took it for a dead one's before it was locked.
             Ok(_) | Err(Errno::WOULDBLOCK | Errno::NOENT) => {}
             Err(e) => {
-                // What went wrong says more than what this may meet.
+                // The first error is the one to tell, whether or not this removal fails.
                 let _ = std::fs::remove_dir(&folder);
                 return Err(e).with_context(|| format!("locking {}", folder.display()));
             }
@@ -192,7 +192,7 @@ impl Mounted {
         let (folder, alive) = private_folder(&temporary)?;
         let point = folder.join("zone");
         if let Err(e) = DirBuilder::new().mode(0o700).create(&point) {
-            // What went wrong says more than what this may meet.
+            // The first error is the one to tell, whether or not this removal fails.
             let _ = std::fs::remove_dir(&folder);
             return Err(e).with_context(|| format!("making {}", point.display()));
         }

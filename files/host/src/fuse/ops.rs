@@ -71,6 +71,19 @@ pub(super) fn short() -> Errno {
 }
 
 impl Server {
+    /// Serves a file system in ordinary memory, with access times.
+    pub fn new(fs: Filesystem) -> Server {
+        let nodes = Nodes::new(fs.root());
+        Server {
+            fs,
+            nodes,
+            kept: Kept::default(),
+            locks: Locks::default(),
+            noatime: false,
+            device_memory: false,
+        }
+    }
+
     /// Answers one request, and reports its changes to watchers.
     pub fn answer<'a>(&'a self, h: &Header, c: Cursor<'_>) -> Answer<'a> {
         if !self.fs.change_wanted() {
@@ -737,15 +750,7 @@ mod tests {
         let area = Area::of_zone(&Arc::new(zone), &area, None, Some(pipe)).expect("an area");
         fs::mkfs(&area, &Mkfs::default()).expect("mkfs");
         let fs = Filesystem::open(area.lone()).expect("open");
-        let nodes = Nodes::new(fs.root());
-        Server {
-            fs,
-            nodes,
-            kept: Kept::default(),
-            locks: Locks::default(),
-            noatime: false,
-            device_memory: false,
-        }
+        Server::new(fs)
     }
 
     #[test]

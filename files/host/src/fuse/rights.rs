@@ -162,8 +162,6 @@ mod tests {
     use std::sync::Arc;
 
     use super::super::abi::{self, Cursor, Out, fattr, op};
-    use super::super::locks::Locks;
-    use super::super::nodes::Nodes;
     use super::super::ops::Reply;
     use super::*;
     use crate::area::{Area, Incarnation, Map};
@@ -173,15 +171,7 @@ mod tests {
         let area = Area::whole(Map::memfd("rights", 8 << 20).expect("memory")).expect("an area");
         fs::mkfs(&area, &Mkfs { mode: 0o1777, ..Mkfs::default() }).expect("mkfs");
         let fs = Filesystem::open(area.lone()).expect("open");
-        let nodes = Nodes::new(fs.root());
-        Server {
-            fs,
-            nodes,
-            kept: Default::default(),
-            locks: Locks::default(),
-            noatime: false,
-            device_memory: false,
-        }
+        Server::new(fs)
     }
 
     fn ask(server: &Server, uid: u32, opcode: u32, body: &[u8]) -> Result<()> {
@@ -313,15 +303,7 @@ mod tests {
         let area = shared("waits");
         let (other, memory) = (Filesystem::open(area(0)).expect("open"), area(0));
         let fs = Filesystem::open(area(5)).expect("open");
-        let nodes = Nodes::new(fs.root());
-        let server = Server {
-            fs,
-            nodes,
-            kept: Default::default(),
-            locks: Locks::default(),
-            noatime: false,
-            device_memory: false,
-        };
+        let server = Server::new(fs);
         make(&server, "given", 1001);
         let file = server.fs.lookup(ROOT, b"given").expect("lookup").0;
         let node = server.nodes.number(file);
@@ -527,15 +509,7 @@ mod tests {
         host.create(inner, Some(b"a"), &Create::mode(libc::S_IFREG | 0o600)).expect("create");
         host.grant(5, "tenant", 0, 0, Some(mine)).expect("grant");
         let fs = Filesystem::open(area(5)).expect("open");
-        let nodes = Nodes::new(fs.root());
-        let server = Server {
-            fs,
-            nodes,
-            kept: Default::default(),
-            locks: Locks::default(),
-            noatime: false,
-            device_memory: false,
-        };
+        let server = Server::new(fs);
         let found = |node: u64, name: &str| {
             let h = Header { opcode: op::LOOKUP, unique: 1, node, uid: 0, gid: 0, pid: 0 };
             server.answer(&h, Cursor(&[name.as_bytes(), &[0]].concat())).map(|reply| match reply {

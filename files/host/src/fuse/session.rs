@@ -232,7 +232,7 @@ impl Mounted {
         }
     }
 
-    /// Whether the file system is mounted nowhere any more.
+    /// Returns whether the file system has no mount left, in any mount namespace.
     fn has_ended(&self) -> io::Result<bool> {
         let mut device = [PollFd::new(&*self.device, PollFlags::empty())];
         rustix::io::retry_on_intr(|| poll(&mut device, Some(&Timespec::default())))?;

@@ -428,7 +428,7 @@ fn clear(path: &Path, there: Option<&Metadata>) -> io::Result<()> {
     }
 }
 
-/// Removes an entry that did not become whole: where a disk is full it would keep its room. What went wrong says more than what this may meet.
+/// Removes an entry that did not become whole: where a disk is full it would keep its room. The first error is the one to tell.
 fn gone_if_failed(done: anyhow::Result<()>, new: &Path) -> anyhow::Result<()> {
     if done.is_err() {
         let _left_to_the_next_run = fs::remove_file(new);

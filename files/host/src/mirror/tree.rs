@@ -113,7 +113,7 @@ impl Tree {
     ) -> impl Iterator<Item = anyhow::Result<PathBuf>> + use<'_> {
         let root = self.through_root();
         let walk = WalkDir::new(&root).sort_by_file_name().contents_first(contents_first);
-        // What is gone when its turn comes was removed meanwhile; the root can't be.
+        // Another process may remove an entry between its listing and its turn: the walk leaves it out. The root is held open.
         let is_gone = |e: &walkdir::Error| e.depth() > 0 && e.io_error().is_some_and(super::is_missing);
         let walk = walk.into_iter().filter(move |entry| !entry.as_ref().is_err_and(is_gone));
         walk.map(move |entry| {
