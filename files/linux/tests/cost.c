@@ -45,6 +45,7 @@ static int data(void)
 	CALLS("pwrite-64", 30000, pwrite(fd, buf, 64, a_block()) == 64);
 	CALLS("pread-128k", 1000, pread(fd, buf, 131072, i % 60 * 131072L) == 131072);
 	CALLS("pwrite-128k", 1000, pwrite(fd, buf, 131072, i % 60 * 131072L) == 131072);
+	CALLS("append-1m", 40, write(fd, buf, sizeof(buf)) == sizeof(buf));
 	CALLS("fsync", 30000, !fsync(fd));
 	mapped = mmap(NULL, BLOCKS * BLOCK, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	CALLS("fault-read", BLOCKS, mapped[i * BLOCK] == buf[0]);
@@ -84,6 +85,15 @@ static int made(int i)
 	return fd >= 0 && !close(fd);
 }
 
+/* As tar does. */
+static int unpacked(int i)
+{
+	static const struct timespec times[2] = { { 1700000000 }, { 1700000000 } };
+	int fd = open(name('f', i), O_CREAT | O_EXCL | O_WRONLY, 0600);
+
+	return fd >= 0 && write(fd, buf, 9000) == 9000 && !futimens(fd, times) && !fchmod(fd, 0644) && !close(fd);
+}
+
 static int opened(int i)
 {
 	int fd = open(name('f', i), O_RDONLY);
@@ -103,6 +113,8 @@ static int names(void)
 	CALLS("readdir-3000", 5, count_names() == FILES + 2);
 	CALLS("rename", FILES, !rename(name('f', i), name('g', i)));
 	CALLS("unlink", FILES, !unlink(name('g', i)));
+	CALLS("unpack-9k", FILES, unpacked(i));
+	CALLS("unlink-9k", FILES, !unlink(name('f', i)));
 	return chdir("..") || rmdir("d");
 }
 
