@@ -10,7 +10,8 @@ use rustix::io::Errno;
 use super::abi::{self, Cursor, Header, Out, op};
 use super::acl::{self, Acl};
 
-use super::ops::{Answer, Reply, Server, entry_out, open_out, short, u32s};
+use super::ops::{Answer, Reply, Server, short, u32s};
+use super::replies::{entry_out, open_out};
 use super::rights;
 use crate::fs::{self, Attr, Create, Handle, Result};
 use crate::sys;

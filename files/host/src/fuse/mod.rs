@@ -11,20 +11,25 @@
 //!
 //! - [`abi`]: the wire format.
 //! - [`acl`]: POSIX ACLs.
+//! - `attributes`: attributes of inodes, and extended ones.
 //! - `create`: new inodes, and names that another member made meanwhile.
+//! - `data`: reads and writes.
 //! - `flags`: immutable and append-only inodes (chattr).
 //! - `kept`: files that are kept for a moment after they were looked up.
 //! - [`locks`]: flock and fcntl.
 //! - [`nodes`]: the kernel's lookups and opens of our inodes.
 //! - `notify`: telling watchers in other members.
-//! - [`ops`]: the operations.
+//! - [`ops`]: the mount's state, and which function answers a request.
 //! - [`options`]: mount options.
+//! - `replies`: replies that say what an inode is.
 //! - `rights`: permission checks that the kernel does not make.
 //! - [`session`]: device, mount, threads.
 
 pub mod abi;
 pub mod acl;
+mod attributes;
 mod create;
+mod data;
 mod flags;
 mod kept;
 pub mod locks;
@@ -32,5 +37,6 @@ pub mod nodes;
 mod notify;
 pub mod ops;
 pub mod options;
+mod replies;
 mod rights;
 pub mod session;
