@@ -42,6 +42,26 @@ fn a_files_command_whose_output_takes_nothing_names_the_cause() {
 }
 
 #[test]
+fn a_copy_whose_words_find_no_room_is_made_to_its_end() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    make_zone(dir, "16M");
+    std::fs::create_dir(dir.join("tree")).unwrap();
+    std::fs::write(dir.join("tree/file"), "x").unwrap();
+    // It is left out, which is said.
+    let null = rustix::fs::makedev(1, 3);
+    let (mode, kind) = (rustix::fs::Mode::RUSR, rustix::fs::FileType::CharacterDevice);
+    rustix::fs::mknodat(rustix::fs::CWD, dir.join("tree/null"), kind, mode, null).unwrap();
+    for args in [&["files", "import", "tree", "own.zone"][..], &["files", "export", "own.zone", "copy"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        let status = command.args(args).current_dir(dir).stdout(Stdio::null()).stderr(full).status().unwrap();
+        assert_eq!(status.code(), Some(0), "{args:?}");
+    }
+    assert_eq!(std::fs::read(dir.join("copy/file")).unwrap(), b"x");
+}
+
+#[test]
 fn fsck_calls_no_damaged_file_system_clean_or_repaired_where_nobody_takes_its_words() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();

@@ -424,7 +424,7 @@ fn zones_come_and_go_and_come_back_as_often_as_there_are_ports() {
     lab.good(&["up"]);
     lab.good(&["zone", "attach", "--mount", "/mnt/late", "late", "a"]);
     lab.good(&["exec", "a", "--", "sh", "-c", "echo kept >/mnt/late/x"]);
-    lab.good(&["zone", "attach", "--mount", "/mnt/other", "other", "a"]);
+    lab.good(&["zone", "attach", "--mount", r"/mnt/the other\one", "other", "a"]);
     // Its memory stays with QEMU; a new doorbell makes it a member again.
     for _ in 0..2 {
         lab.good(&["zone", "detach", "late", "a"]);

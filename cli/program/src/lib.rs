@@ -23,7 +23,7 @@ pub fn run<Arguments: Parser>(act: impl FnOnce(Arguments) -> anyhow::Result<Exit
     clap_complete::CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
     end_where_no_output_is_possible();
     begin_as_usual();
-    end(act(Arguments::parse()), |error| eprintln!("tombolo: {error:#}"))
+    end(act(Arguments::parse()), |error| drop(writeln!(io::stderr(), "tombolo: {error:#}")))
 }
 
 /// Returns the exit code of a program; `complain` prints an error. An output whose reader has gone is no failure: that has what it wanted

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The commands `tombolo files …`. Exit codes: 0 done, 1 failed (a line says what, where and what to do); fsck's are its own.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -146,22 +146,27 @@ impl Meter {
 
     fn show(&mut self, stage: &str, done: u64, of: u64) {
         if self.show {
-            eprint!("\r{stage:<12} {:>3}%\x1b[K", done * 100 / of.max(1));
+            draw(format_args!("{stage:<12} {:>3}%", done * 100 / of.max(1)));
         }
     }
 
     /// Shows progress without a known end.
     fn count(&mut self, stage: &str, done: u64) {
         if self.show {
-            eprint!("\r{stage:<12} {done}\x1b[K");
+            draw(format_args!("{stage:<12} {done}"));
         }
     }
+}
+
+/// Draws the line anew. A terminal that has gone meanwhile ends no command that goes on without it (nohup(1)).
+fn draw(line: std::fmt::Arguments<'_>) {
+    let _ = write!(std::io::stderr(), "\r{line}\x1b[K");
 }
 
 impl Drop for Meter {
     fn drop(&mut self) {
         if self.show {
-            eprint!("\r\x1b[K");
+            draw(format_args!("\r"));
         }
     }
 }

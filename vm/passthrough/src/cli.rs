@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo passthrough …`.
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail, ensure};
@@ -75,7 +76,7 @@ pub fn run(command: Command, json: bool) -> Result<ExitCode> {
                 }
             }
             for warning in &plan.warnings {
-                eprintln!("warning: {warning}");
+                let _ = writeln!(std::io::stderr(), "warning: {warning}");
             }
             Ok(ExitCode::SUCCESS)
         }
@@ -118,7 +119,8 @@ fn list(host: &Host, store: &Store, all: bool, json: bool) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if !host.has_iommu() {
-        eprintln!(
+        let _ = writeln!(
+            std::io::stderr(),
             "this host uses no IOMMU: nothing can be passed through (`tombolo passthrough bind` says how to turn it on)"
         );
     }

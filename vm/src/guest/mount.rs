@@ -98,9 +98,11 @@ exit $code"#;
 /// # Errors
 /// When one is busy, or the agent does not answer.
 pub fn unmount(agent: &impl Calls, vm: &str, sources: &[String], limit: Duration) -> anyhow::Result<()> {
+    // The last one first, which may lie in another one. Blanks and backslashes stand there as a backslash and an octal number.
     const UNMOUNT: &str = r#"for source; do
-	awk -v s="$source" '$3 == "tombolo" && $1 == s { print $2 }' /proc/mounts | while read -r path; do
-		umount "$path" || exit 1
+	awk -v s="$source" '$3 == "tombolo" && $1 == s { all = $2 "\n" all } END { printf "%s", all }' /proc/mounts |
+	sed 's/\\\([0-7]\)/\\0\1/g' | while read -r path; do
+		umount "$(printf %b "$path")" || exit 1
 	done || code=1
 done
 exit ${code:-0}"#;

@@ -142,14 +142,14 @@ pub fn run_grow(options: &GrowOptions, json: bool) -> Result<ExitCode> {
             let _ = progress.save(path);
         }
         if terminal {
-            eprint!("\r\x1b[K{}", progress.line());
-            let _ = std::io::stderr().flush();
+            // A terminal that has gone meanwhile ends no growth.
+            let _ = write!(std::io::stderr(), "\r\x1b[K{}", progress.line());
         }
     };
     let settings = Options { share: options.share, ..Options::for_host(&limits) };
     let result = grow(&mut *monitor, &id, layout, &mut *prepare, &settings, &mut observe);
     if terminal {
-        eprintln!();
+        let _ = writeln!(std::io::stderr());
     }
     let report = result?;
     if json {

@@ -11,6 +11,7 @@ use serde_json::json;
 
 use super::Meter;
 use crate::fsck::{self, Options, Severity};
+use crate::log;
 use crate::shown::shown;
 use crate::target::Target;
 
@@ -49,7 +50,7 @@ pub fn run(args: &Args, json: bool) -> anyhow::Result<ExitCode> {
         }
     });
     Ok(ExitCode::from(told.unwrap_or_else(|e| {
-        eprintln!("Error: {e:#}");
+        log::say(&format!("{e:#}"));
         NOT_CHECKED
     })))
 }

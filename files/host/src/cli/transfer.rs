@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::fuse::session;
+use crate::log;
 use crate::mirror::{self, Done, Rights, Tree};
 
 /// ZONE[:PATH].
@@ -122,7 +123,7 @@ fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::R
             done.removed
         );
         if done.devices_left_out > 0 {
-            eprintln!("tombolo: {} device nodes were left out; --dev copies them", done.devices_left_out);
+            log::say(&format!("{} device nodes were left out; --dev copies them", done.devices_left_out));
         }
     }
     Ok(())
@@ -275,7 +276,7 @@ fn remove(folder: &Path) -> anyhow::Result<()> {
 impl Drop for Mounted {
     fn drop(&mut self) {
         if let Err(e) = self.stop() {
-            eprintln!("tombolo: {e:#}");
+            log::say(&format!("{e:#}"));
         }
     }
 }

@@ -13,6 +13,7 @@ use super::open_error;
 use crate::change::Change;
 use crate::fs::Filesystem;
 use crate::fuse::session;
+use crate::log;
 use crate::shown::shown;
 use crate::target::{Joined, Name, Target};
 
@@ -80,9 +81,7 @@ fn watch(
             match listener.next_change() {
                 Ok(Some(change)) => show(&mut out, json, fs, joined, &change, below)?,
                 Ok(None) => break,
-                Err(Errno::OVERFLOW) => {
-                    eprintln!("tombolo: changes came faster than they were read; some are missing")
-                }
+                Err(Errno::OVERFLOW) => log::say("changes came faster than they were read; some are missing"),
                 Err(e) => return Err(e).context("reading changes"),
             }
         }
