@@ -144,6 +144,22 @@ fn a_zone_that_has_a_living_owner_or_member_is_in_use() {
     assert_eq!(zone.members().unwrap()[0].state, MemberState::Dead);
 }
 
+/// umount(8) returns before a mount's process has left.
+#[test]
+fn who_wants_to_own_a_zone_waits_for_members_that_leave() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let mut child = helper("helper_joins_and_waits", &path);
+    drop(zone);
+    let taker =
+        std::thread::spawn(move || Zone::take_over(path).map(|zone| zone.members().unwrap()[0].state));
+    // It passes also if this thread is ahead.
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(taker.join().unwrap().unwrap(), MemberState::Dead);
+}
+
 #[test]
 fn an_owner_that_is_killed_leaves_a_zone_that_can_be_taken_over_in_a_new_session() {
     let dir = tempfile::tempdir().unwrap();

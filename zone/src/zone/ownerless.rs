@@ -26,7 +26,8 @@ use crate::openers::{self, Access, Openers};
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
-/// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example.
+/// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example, and for mounts that have
+/// been unmounted: umount(8) returns before their processes have left.
 const OTHERS: Duration = Duration::from_secs(2);
 
 /// A process that has died and that its zone's owner has not declared dead for so long: the owner is suspended.
@@ -64,6 +65,8 @@ struct Doubted {
 enum Hindrance {
     /// VMs that may live: nothing says that they have ended, and other processes have the zone open so.
     Doubt(Vec<String>, Access, Openers),
+    /// Members that live.
+    Members(Error),
     Other(Error),
 }
 
@@ -84,12 +87,19 @@ impl Zone {
     /// Becomes the owner of a zone in a file whose owner and members have ended: it gets a new session, and each member that was active is
     /// declared dead. [`Error::InUse`]: an owner or a member still lives, or a VM may.
     pub fn take_over(path: impl AsRef<Path>) -> Result<Zone> {
-        let path = path.as_ref();
+        Self::take_over_within(path.as_ref(), OTHERS)
+    }
+
+    /// leaving: how long it waits for members that live, which may be about to leave.
+    fn take_over_within(path: &Path, leaving: Duration) -> Result<Zone> {
         let began = Instant::now();
         loop {
             match Self::try_take_over(path) {
                 Ok(zone) => return Ok(zone),
-                Err(Hindrance::Other(error)) => return Err(error),
+                Err(Hindrance::Members(_)) if began.elapsed() < leaving => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                Err(Hindrance::Other(error) | Hindrance::Members(error)) => return Err(error),
                 Err(Hindrance::Doubt(_, _, Openers::Some)) if began.elapsed() < OTHERS => {
                     std::thread::sleep(Duration::from_millis(20));
                 }
@@ -137,7 +147,8 @@ impl Zone {
         let mut slots = zone.slots_held()?;
         let alive: Vec<String> = slots.iter().filter(|m| m.alive).map(|m| m.name.clone()).collect();
         if !alive.is_empty() {
-            return Err(in_use(format!("members that outlived its owner: {}", alive.join(", "))).into());
+            let by = format!("members that outlived its owner: {}", alive.join(", "));
+            return Err(Hindrance::Members(in_use(by)));
         }
         if liveness::sessions_held(zone.file.as_fd())? {
             return Err(in_use("processes that have its semaphores open".to_owned()).into());
@@ -199,7 +210,7 @@ impl Zone {
 
     /// As [`Self::take_over`], or [`Self::open`] if a process owns the zone or a member lives.
     pub fn take_over_or_open(path: impl AsRef<Path>) -> Result<Zone> {
-        match Self::take_over(&path) {
+        match Self::take_over_within(path.as_ref(), Duration::ZERO) {
             Err(Error::InUse { .. }) => Self::open(path, true),
             other => other,
         }
