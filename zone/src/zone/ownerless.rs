@@ -26,8 +26,8 @@ use crate::openers::{self, Access, Openers};
 use crate::serve::room::Room;
 use crate::{Error, Result};
 
-/// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example, and for mounts that have
-/// been unmounted: umount(8) returns before their processes have left.
+/// How long a process that wants to become the owner waits for others that have the zone open for writing, commands for example, and for an owner and members
+/// that may be about to end: umount(8) returns before a mount's process has left.
 const OTHERS: Duration = Duration::from_secs(2);
 
 /// A process that has died and that its zone's owner has not declared dead for so long: the owner is suspended.
@@ -65,8 +65,8 @@ struct Doubted {
 enum Hindrance {
     /// VMs that may live: nothing says that they have ended, and other processes have the zone open so.
     Doubt(Vec<String>, Access, Openers),
-    /// Members that live.
-    Members(Error),
+    /// An owner or members that live.
+    Living(Error),
     Other(Error),
 }
 
@@ -90,16 +90,16 @@ impl Zone {
         Self::take_over_within(path.as_ref(), OTHERS)
     }
 
-    /// leaving: how long it waits for members that live, which may be about to leave.
+    /// leaving: how long it waits for an owner and members that live, which may be about to end.
     fn take_over_within(path: &Path, leaving: Duration) -> Result<Zone> {
         let began = Instant::now();
         loop {
             match Self::try_take_over(path) {
                 Ok(zone) => return Ok(zone),
-                Err(Hindrance::Members(_)) if began.elapsed() < leaving => {
+                Err(Hindrance::Living(_)) if began.elapsed() < leaving => {
                     std::thread::sleep(Duration::from_millis(20));
                 }
-                Err(Hindrance::Other(error) | Hindrance::Members(error)) => return Err(error),
+                Err(Hindrance::Other(error) | Hindrance::Living(error)) => return Err(error),
                 Err(Hindrance::Doubt(_, _, Openers::Some)) if began.elapsed() < OTHERS => {
                     std::thread::sleep(Duration::from_millis(20));
                 }
@@ -129,7 +129,7 @@ impl Zone {
         zone.may_write()?;
         let in_use = |by: String| Error::InUse { zone: zone.label.clone(), by };
         let owner = Own::try_hold(zone.file.as_fd(), OWNER_BYTE)?
-            .ok_or_else(|| in_use("its owner, another process".to_owned()))?;
+            .ok_or_else(|| Hindrance::Living(in_use("its owner, another process".to_owned())))?;
         zone.require_at(path)?;
         // Before it looks who lives: a process that finds the zone owned joins at once, and must not be declared dead.
         let _table = liveness::hold_waiting(zone.file.as_fd(), TABLE_BYTE)?;
@@ -148,7 +148,7 @@ impl Zone {
         let alive: Vec<String> = slots.iter().filter(|m| m.alive).map(|m| m.name.clone()).collect();
         if !alive.is_empty() {
             let by = format!("members that outlived its owner: {}", alive.join(", "));
-            return Err(Hindrance::Members(in_use(by)));
+            return Err(Hindrance::Living(in_use(by)));
         }
         if liveness::sessions_held(zone.file.as_fd())? {
             return Err(in_use("processes that have its semaphores open".to_owned()).into());
