@@ -164,24 +164,29 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
             start::run(&zone, &mut |line| log.say(&line))?;
         }
         Command::Ls { paths } => list(&paths, json, out)?,
-        Command::Rm { paths } => {
-            for path in paths {
-                // Taking it over makes sure that it is a zone without an owner.
-                let zone = Zone::take_over(&path)?;
-                // A member that comes by now is seen, or refused.
-                let _kept_out = zone.keep_members_out()?;
-                if let Some(member) = zone.members()?.into_iter().find(|m| m.alive) {
-                    bail!("{}: in use by {}; unmount there first", path.display(), member.name);
-                }
-                std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
-                drop(zone);
-                if !json {
-                    writeln!(out, "removed {}", path.display())?;
-                }
-            }
-        }
+        Command::Rm { paths } => remove(&paths, json, out)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Removes zones without an owner. Where the words about one can't be written, the others are removed all the same.
+fn remove(paths: &[PathBuf], json: bool, out: &mut dyn Write) -> anyhow::Result<()> {
+    let mut told = Ok(());
+    for path in paths {
+        // Taking it over makes sure that it is a zone without an owner.
+        let zone = Zone::take_over(path)?;
+        // A member that comes by now is seen, or refused.
+        let _kept_out = zone.keep_members_out()?;
+        if let Some(member) = zone.members()?.into_iter().find(|m| m.alive) {
+            bail!("{}: in use by {}; unmount there first", path.display(), member.name);
+        }
+        std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
+        drop(zone);
+        if !json {
+            told = told.and(writeln!(out, "removed {}", path.display()));
+        }
+    }
+    Ok(told?)
 }
 
 /// An invitation as text, or in one of its forms.
@@ -358,6 +363,18 @@ mod tests {
             assert!(said.to_string().contains(why), "{said}");
             assert!(path.exists());
         }
+    }
+
+    #[test]
+    fn zones_are_removed_where_the_words_about_them_find_no_room() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = ["a", "b"].map(|name| dir.path().join(name));
+        for path in &paths {
+            drop(Zone::create(&ZoneConfig::new("z", 8 << 20).backing(Backing::File(path.clone()))).unwrap());
+        }
+        let mut full: &mut [u8] = &mut [];
+        run_to(Command::Rm { paths: paths.to_vec() }, false, &mut full).unwrap_err();
+        assert!(paths.iter().all(|path| !path.exists()));
     }
 
     #[test]

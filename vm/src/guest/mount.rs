@@ -93,19 +93,27 @@ exit $code"#;
     }
 }
 
-/// Unmounts what is mounted from these zones, within `limit`.
-///
-/// # Errors
-/// When one is busy, or the agent does not answer.
-pub fn unmount(agent: &impl Calls, vm: &str, sources: &[String], limit: Duration) -> anyhow::Result<()> {
-    // The last one first, which may lie in another one. Blanks and backslashes stand there as a backslash and an octal number.
-    const UNMOUNT: &str = r#"for source; do
-	awk -v s="$source" '$3 == "tombolo" && $1 == s { all = $2 "\n" all } END { printf "%s", all }' /proc/mounts |
-	sed 's/\\\([0-7]\)/\\0\1/g' | while read -r path; do
-		umount "$(printf %b "$path")" || exit 1
+/// Unmounts the zones whose identities are its arguments. The last mount comes first, which may lie in another one; umount(8) would take away what covers
+/// a mount. Blanks, newlines and backslashes stand in a path of /proc/mounts as a backslash and an octal number, and busybox's awk parts fields at a
+/// carriage return, too, unless it is told the blank.
+const UNMOUNT: &str = r#"for source; do
+	awk -F '[ ]' -v s="$source" '{ path[NR] = $2; own[NR] = $3 == "tombolo" && $1 == s } END {
+		for (i = NR; i > 0; i--) if (own[i]) print path[i], covered[path[i]] + 0; else covered[path[i]] = 1
+	}' /proc/mounts | sed 's/\\\([0-7]\)/\\0\1/g' | while read -r path covered; do
+		# A command substitution removes newlines at the end.
+		path=$(printf %b. "$path")
+		path=${path%.}
+		[ "$covered" = 0 ] || { printf '%s: another file system is mounted over it; unmount that first\n' "$path" >&2; exit 1; }
+		umount "$path" || exit 1
 	done || code=1
 done
 exit ${code:-0}"#;
+
+/// Unmounts what is mounted from these zones, within `limit`.
+///
+/// # Errors
+/// When one is busy or another file system is mounted over it, or the agent does not answer.
+pub fn unmount(agent: &impl Calls, vm: &str, sources: &[String], limit: Duration) -> anyhow::Result<()> {
     let sources: Vec<&str> = sources.iter().map(String::as_str).collect();
     let output = exec::script(agent, UNMOUNT, &sources, limit)?;
     if output.code != 0 {
@@ -125,5 +133,47 @@ mod tests {
         // The later one holds.
         let more = ["noatime".to_owned(), "suid".to_owned()];
         assert_eq!(options(&source, false, &more), "nosuid,nodev,noatime,suid,member=3");
+    }
+
+    /// Runs the script in each shell that guests have on these lines of /proc/mounts; returns its exit code and the paths that it unmounts.
+    fn unmounted(mounts: &[(&str, &str, &str)]) -> (Option<i32>, Vec<String>) {
+        let line = |(source, path, kind): &(&str, &str, &str)| format!("{source} {path} {kind} rw 0 0\n");
+        let scratch = tempfile::tempdir().unwrap();
+        let file = scratch.path().join("mounts");
+        std::fs::write(&file, mounts.iter().map(line).collect::<String>()).unwrap();
+        let umount = "umount() { printf '%s\\000' \"$1\"; }\n";
+        let script = umount.to_owned() + &UNMOUNT.replace("/proc/mounts", file.to_str().unwrap());
+        let mut results = [vec!["sh"], vec!["bash"], vec!["busybox", "sh"]].map(|shell| {
+            let mut command = std::process::Command::new(shell[0]);
+            let output = command.args(&shell[1..]).args(["-c", &script, "tombolo", "zone"]).output().unwrap();
+            let out = String::from_utf8(output.stdout).unwrap();
+            (output.status.code(), out.split_terminator('\0').map(str::to_owned).collect())
+        });
+        assert!(results.iter().all(|result| *result == results[0]), "{results:?}");
+        std::mem::take(&mut results[0])
+    }
+
+    #[test]
+    fn a_zone_is_unmounted_in_a_guest_by_any_path_the_last_mount_first() {
+        let paths = [
+            (r"/mnt/a\040b\011", "/mnt/a b\t"),
+            (r"/mnt/ends\012\012", "/mnt/ends\n\n"),
+            (r"/mnt/\134040\134c", r"/mnt/\040\c"),
+            ("/mnt/\r\u{b}x\r", "/mnt/\r\u{b}x\r"),
+            ("/mnt/-d*$HOME`x`'\"%s~", "/mnt/-d*$HOME`x`'\"%s~"),
+            ("/mnt/\u{e9}", "/mnt/\u{e9}"),
+        ];
+        let mut mounts: Vec<_> = paths.iter().map(|(escaped, _)| ("zone", *escaped, "tombolo")).collect();
+        mounts.extend([("other", "/mnt", "tombolo"), ("zone", "/tmp", "tmpfs")]);
+        let expected = paths.iter().rev().map(|(_, path)| (*path).to_owned()).collect();
+        assert_eq!(unmounted(&mounts), (Some(0), expected));
+    }
+
+    #[test]
+    fn what_covers_a_zone_in_a_guest_is_not_unmounted_in_its_place() {
+        let covered = [("zone", "/a", "tombolo"), ("zone", "/b", "tombolo"), ("other", "/a", "tmpfs")];
+        assert_eq!(unmounted(&covered), (Some(1), vec!["/b".to_owned()]));
+        let covering = [("other", "/a", "tmpfs"), ("zone", "/a", "tombolo"), ("zone", "/a", "tombolo")];
+        assert_eq!(unmounted(&covering), (Some(0), vec!["/a".to_owned(); 2]));
     }
 }
