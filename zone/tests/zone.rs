@@ -162,6 +162,24 @@ fn who_wants_to_own_a_zone_waits_for_an_owner_and_members_that_end() {
 }
 
 #[test]
+fn processes_that_want_to_own_a_zone_at_once_are_its_owners_in_turn_once_its_members_have_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, zone) = file_zone(dir.path());
+    let mut child = helper("helper_joins_and_waits", &path);
+    drop(zone);
+    let take = |_| {
+        let path = path.clone();
+        std::thread::spawn(move || Zone::take_over(path).map(drop))
+    };
+    let takers: Vec<_> = (0..8).map(take).collect();
+    // It passes also if this thread is ahead.
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    takers.into_iter().for_each(|taker| taker.join().unwrap().unwrap());
+}
+
+#[test]
 fn an_owner_that_is_killed_leaves_a_zone_that_can_be_taken_over_in_a_new_session() {
     let dir = tempfile::tempdir().unwrap();
     let (path, zone) = file_zone(dir.path());
