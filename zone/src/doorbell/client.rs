@@ -20,6 +20,8 @@ use crate::{Error, MemberId, Result, Zone};
 
 /// Timeout for the server's part of the handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Each further try means that a server ended between the connection and its part of the handshake.
+const TRIES: u32 = 10;
 
 type Peers = Arc<Mutex<BTreeMap<u16, OwnedFd>>>;
 
@@ -44,46 +46,17 @@ pub struct Bell {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Bell {
-    /// Connects to a member's socket of a doorbell server. The bell's thread calls `on_ring` after one or more rings; the caller then takes
-    /// its pending bits. It is also called once at the start, for bits that were pending before, and at the server's end ([`Bell::is_served`]).
-    pub fn connect(path: impl AsRef<Path>, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
-        let path = path.as_ref();
-        let stream = UnixStream::connect(path)
-            .map_err(|e| Error::io(format!("connecting to the doorbell socket {}", path.display()), e))?;
-        Self::over(stream, on_ring)
-    }
+/// A connection whose server has done its part of the handshake.
+struct Connection {
+    stream: UnixStream,
+    peer: u16,
+    zone: Uuid,
+    own_bell: OwnedFd,
+    peers: BTreeMap<u16, OwnedFd>,
+}
 
-    /// A doorbell for a member of the host, from the zone's doorbell server. `None`: the zone has none. `on_ring` as for [`Bell::connect`].
-    pub fn enter(
-        zone: &Zone,
-        member: MemberId,
-        on_ring: impl FnMut() + Send + 'static,
-    ) -> Result<Option<Bell>> {
-        let stream = host::connect(zone.uuid(), member)?;
-        stream.map(|stream| Self::over(stream, on_ring)).transpose()
-    }
-
-    /// As [`Bell::enter`]; `look` is called after rings and also when a peer came or went, which [`Bell::peers`] then shows.
-    pub fn enter_and_watch(
-        zone: &Zone,
-        member: MemberId,
-        mut look: impl FnMut() + Send + 'static,
-    ) -> Result<Option<Bell>> {
-        let stream = host::connect(zone.uuid(), member)?;
-        stream.map(|stream| Self::hearing(stream, move |_| look())).transpose()
-    }
-
-    /// The same over an existing connection.
-    pub fn over(stream: UnixStream, mut on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
-        Self::hearing(stream, move |heard| {
-            if heard != Heard::Peers {
-                on_ring();
-            }
-        })
-    }
-
-    fn hearing(stream: UnixStream, hear: impl FnMut(Heard) + Send + 'static) -> Result<Bell> {
+impl Connection {
+    fn over(stream: UnixStream) -> Result<Connection> {
         let failed = |e| Error::io("doorbell handshake", e);
         stream.set_read_timeout(Some(HANDSHAKE)).map_err(failed)?;
         let (version, _) = next(&stream)?;
@@ -112,6 +85,70 @@ impl Bell {
         peers.insert(peer, own_bell.try_clone().map_err(failed)?);
         stream.set_read_timeout(None).map_err(failed)?;
         stream.set_nonblocking(true).map_err(failed)?;
+        Ok(Connection { stream, peer, zone, own_bell, peers })
+    }
+}
+
+/// Connects to the zone's doorbell server. `None`: there is none, or it ended meanwhile.
+fn connection(zone: Uuid, member: MemberId) -> Result<Option<Connection>> {
+    let mut tries = 1..TRIES;
+    loop {
+        match host::connect(zone, member)?.map(Connection::over).transpose() {
+            Err(Error::Io { cause, .. }) if has_ended(&cause) && tries.next().is_some() => {}
+            done => return done,
+        }
+    }
+}
+
+fn has_ended(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof)
+}
+
+fn rings(mut on_ring: impl FnMut() + Send + 'static) -> impl FnMut(Heard) + Send + 'static {
+    move |heard| {
+        if heard != Heard::Peers {
+            on_ring();
+        }
+    }
+}
+
+impl Bell {
+    /// Connects to a member's socket of a doorbell server. The bell's thread calls `on_ring` after one or more rings; the caller then takes
+    /// its pending bits. It is also called once at the start, for bits that were pending before, and at the server's end ([`Bell::is_served`]).
+    pub fn connect(path: impl AsRef<Path>, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        let path = path.as_ref();
+        let stream = UnixStream::connect(path)
+            .map_err(|e| Error::io(format!("connecting to the doorbell socket {}", path.display()), e))?;
+        Self::over(stream, on_ring)
+    }
+
+    /// A doorbell for a member of the host, from the zone's doorbell server. `None`: the zone has none. `on_ring` as for [`Bell::connect`].
+    pub fn enter(
+        zone: &Zone,
+        member: MemberId,
+        on_ring: impl FnMut() + Send + 'static,
+    ) -> Result<Option<Bell>> {
+        let connection = connection(zone.uuid(), member)?;
+        connection.map(|connection| Self::attended(connection, rings(on_ring))).transpose()
+    }
+
+    /// As [`Bell::enter`]; `look` is called after rings and also when a peer came or went, which [`Bell::peers`] then shows.
+    pub fn enter_and_watch(
+        zone: &Zone,
+        member: MemberId,
+        mut look: impl FnMut() + Send + 'static,
+    ) -> Result<Option<Bell>> {
+        let connection = connection(zone.uuid(), member)?;
+        connection.map(|connection| Self::attended(connection, move |_| look())).transpose()
+    }
+
+    /// The same over an existing connection.
+    pub fn over(stream: UnixStream, on_ring: impl FnMut() + Send + 'static) -> Result<Bell> {
+        Self::attended(Connection::over(stream)?, rings(on_ring))
+    }
+
+    fn attended(connection: Connection, hear: impl FnMut(Heard) + Send + 'static) -> Result<Bell> {
+        let Connection { stream, peer, zone, own_bell, peers } = connection;
         let peers = Arc::new(Mutex::new(peers));
         let stop = Arc::new(wire::eventfd()?);
         let served = Arc::new(AtomicBool::new(true));
@@ -194,7 +231,10 @@ fn silent() -> Error {
 fn next(stream: &UnixStream) -> Result<(i64, Option<OwnedFd>)> {
     match wire::receive(stream) {
         Ok(Some(message)) => Ok(message),
-        Ok(None) => Err(refused()),
+        Ok(None) => {
+            let why = "the server ended the connection";
+            Err(Error::io("doorbell handshake", io::Error::new(io::ErrorKind::UnexpectedEof, why)))
+        }
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(silent()),
         Err(error) => Err(Error::io("doorbell handshake", error)),
     }
@@ -281,7 +321,29 @@ fn learn(stream: &UnixStream, peers: &Peers) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use rustix::event::{PollFd, PollFlags};
+
     use super::*;
+
+    /// The kernel resets a connection whose server ends with something unread.
+    #[test]
+    fn a_server_that_ends_as_a_member_connects_is_none() {
+        let zone = Uuid::new_v4();
+        let door = host::listen(zone).unwrap();
+        let ending = std::thread::spawn(move || {
+            door.listener().set_nonblocking(false).unwrap();
+            let accept = || {
+                let (stream, _) = door.listener().accept().unwrap();
+                rustix::event::poll(&mut [PollFd::new(&stream, PollFlags::IN)], None).unwrap();
+                stream
+            };
+            drop(accept());
+            // Another one had read what the member sent.
+            wire::take(&accept()).unwrap();
+        });
+        assert!(connection(zone, MemberId::new(0).unwrap()).unwrap().is_none());
+        ending.join().unwrap();
+    }
 
     #[test]
     fn an_owner_that_does_not_answer_is_named_with_what_to_do() {

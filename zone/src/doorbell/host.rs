@@ -60,10 +60,10 @@ pub(super) fn connect(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>
     let name = name(zone);
     for found in door::find(|n| n == name, None).map_err(failed)? {
         match found.connect(Some(ACCEPT)) {
-            Ok(stream) => {
-                wire::send(&stream, i64::from(member.index()), None).map_err(failed)?;
-                return Ok(Some(stream));
-            }
+            Ok(stream) => match wire::send(&stream, i64::from(member.index()), None) {
+                Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
+                sent => return sent.map(|()| Some(stream)).map_err(failed),
+            },
             // It ended meanwhile, or is a copy that a process has on its way from fork to exec.
             Err(e) if e.kind() != io::ErrorKind::TimedOut => {}
             Err(e) => return Err(failed(e)),
