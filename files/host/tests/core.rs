@@ -1101,6 +1101,29 @@ fn names_find_room_in_a_full_zone_as_long_as_their_directory_has_some() {
 }
 
 #[test]
+fn a_rename_in_a_full_directory_to_a_name_that_is_too_long_for_a_transaction_changes_nothing() {
+    // What one transaction can change of an entry besides its head (tfs_tx_word).
+    const LONGEST: usize = 184;
+    for (len, done) in [(LONGEST, Ok(())), (LONGEST + 1, Err(Errno::NOSPC)), (255, Err(Errno::NOSPC))] {
+        let area = area(8);
+        let fs = Filesystem::open(area.clone()).expect("open");
+        let dir = fs.create(ROOT, Some(b"dir"), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir");
+        let name = |i: usize| format!("{i:0len$}").into_bytes();
+        let first = fs.create(dir, Some(&name(0)), &Create::mode(REG)).expect("create");
+        fill(&fs, "full");
+        let failed = (1..100).find_map(|i| fs.link(dir, &name(i), first).err());
+        assert_eq!(failed, Some(Errno::NOSPC), "the directory is full");
+        let names = fs.list(dir).expect("names").len();
+        assert_eq!(fs.rename((dir, &name(0)), (dir, &name(100)), 0), done, "{len} bytes");
+        assert_eq!(fs.lookup(dir, &name(0)).is_ok(), done.is_err());
+        assert_eq!(fs.lookup(dir, &name(100)).is_ok(), done.is_ok());
+        assert_eq!((fs.list(dir).expect("names").len(), tagged(&area)), (names, 0));
+        drop(fs);
+        assert_clean(&area);
+    }
+}
+
+#[test]
 fn a_grant_to_a_member_that_is_there_holds_at_once_for_what_it_makes() {
     let (area, open) = zone();
     let (host, tenant) = (open(0), open(5));
