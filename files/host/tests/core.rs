@@ -672,6 +672,23 @@ fn who_falls_behind_by_a_ring_knows_it_and_hears_what_follows() {
 }
 
 #[test]
+fn a_record_that_the_next_one_may_be_overwriting_counts_as_lost() {
+    // The record's own bytes, and its name's.
+    const RECORD: u32 = 64;
+    // The writer may be one record further than its head says, and have skipped the ring's end for it.
+    let sure = (sys::TFS_CHANGE_RING - 2 * 288) / RECORD;
+    for (told, heard) in [(sure, true), (sure + 1, false), (sys::TFS_CHANGE_RING / RECORD, false)] {
+        let (a, b) = two_members();
+        let mut listener = b.listen().expect("listen");
+        for i in 1..=u64::from(told) {
+            a.tell(&mut [named(i, "name", libc::IN_CREATE)]);
+        }
+        let first = if heard { Ok(Some(named(1, "name", libc::IN_CREATE))) } else { Err(Errno::OVERFLOW) };
+        assert_eq!(listener.next_change(), first, "{told} records");
+    }
+}
+
+#[test]
 fn garbage_in_a_ring_is_passed_in_a_bounded_number_of_steps() {
     let (a, b) = two_members();
     let mut listener = b.listen().expect("listen");
