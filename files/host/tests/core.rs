@@ -672,6 +672,23 @@ fn who_falls_behind_by_a_ring_knows_it_and_hears_what_follows() {
 }
 
 #[test]
+fn a_record_that_the_next_one_may_be_overwriting_counts_as_lost() {
+    // The record's own bytes, and its name's.
+    const RECORD: u32 = 64;
+    // The writer may be one record further than its head says, and have skipped the ring's end for it.
+    let sure = (sys::TFS_CHANGE_RING - 2 * 288) / RECORD;
+    for (told, heard) in [(sure, true), (sure + 1, false), (sys::TFS_CHANGE_RING / RECORD, false)] {
+        let (a, b) = two_members();
+        let mut listener = b.listen().expect("listen");
+        for i in 1..=u64::from(told) {
+            a.tell(&mut [named(i, "name", libc::IN_CREATE)]);
+        }
+        let first = if heard { Ok(Some(named(1, "name", libc::IN_CREATE))) } else { Err(Errno::OVERFLOW) };
+        assert_eq!(listener.next_change(), first, "{told} records");
+    }
+}
+
+#[test]
 fn garbage_in_a_ring_is_passed_in_a_bounded_number_of_steps() {
     let (a, b) = two_members();
     let mut listener = b.listen().expect("listen");
@@ -1098,6 +1115,29 @@ fn names_find_room_in_a_full_zone_as_long_as_their_directory_has_some() {
     }
     drop(fs);
     assert_clean(&area);
+}
+
+#[test]
+fn a_rename_in_a_full_directory_to_a_name_that_is_too_long_for_a_transaction_changes_nothing() {
+    // What one transaction can change of an entry besides its head (tfs_tx_word).
+    const LONGEST: usize = 184;
+    for (len, done) in [(LONGEST, Ok(())), (LONGEST + 1, Err(Errno::NOSPC)), (255, Err(Errno::NOSPC))] {
+        let area = area(8);
+        let fs = Filesystem::open(area.clone()).expect("open");
+        let dir = fs.create(ROOT, Some(b"dir"), &Create::mode(libc::S_IFDIR | 0o755)).expect("mkdir");
+        let name = |i: usize| format!("{i:0len$}").into_bytes();
+        let first = fs.create(dir, Some(&name(0)), &Create::mode(REG)).expect("create");
+        fill(&fs, "full");
+        let failed = (1..100).find_map(|i| fs.link(dir, &name(i), first).err());
+        assert_eq!(failed, Some(Errno::NOSPC), "the directory is full");
+        let names = fs.list(dir).expect("names").len();
+        assert_eq!(fs.rename((dir, &name(0)), (dir, &name(100)), 0), done, "{len} bytes");
+        assert_eq!(fs.lookup(dir, &name(0)).is_ok(), done.is_err());
+        assert_eq!(fs.lookup(dir, &name(100)).is_ok(), done.is_ok());
+        assert_eq!((fs.list(dir).expect("names").len(), tagged(&area)), (names, 0));
+        drop(fs);
+        assert_clean(&area);
+    }
 }
 
 #[test]

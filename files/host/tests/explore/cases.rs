@@ -481,6 +481,40 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
 }
 
 #[test]
+fn a_reader_without_a_pin_reads_no_other_file_where_a_hole_was_punched() {
+    fn setup_data(fs: &Filesystem) {
+        make(fs, "", "b", DIR).expect("mkdir");
+        let h = make(fs, "", "h", REG).expect("create");
+        put(fs, h, b'h', 40_000).expect("write");
+    }
+    let case = Case {
+        setup: setup_data,
+        doing: vec![
+            Doing {
+                read_only: true,
+                ..doing(28, false, |fs| {
+                    let h = at(fs, "h").map_err(|e| e.to_string())?;
+                    let mut bytes = [1; 20_000];
+                    // The file keeps its size, so only the stamp tells that its blocks have gone.
+                    match fs.pread(h, &mut bytes, 9000) {
+                        Ok(20_000) if bytes.iter().all(|b| [b'h', 0].contains(b)) => Ok(()),
+                        other => Err(format!("read: {other:?}, {}", bytes.contains(&b'o'))),
+                    }
+                })
+            },
+            doing(20, false, |fs| {
+                let h = at(fs, "h").map_err(|e| e.to_string())?;
+                let punch = sys::TFS_FALLOC_PUNCH | sys::TFS_FALLOC_KEEP_SIZE;
+                fs.fallocate(h, punch, 8192, 24_576).map_err(|e| format!("punch: {e}"))
+            }),
+            doing(12, false, make_own),
+        ],
+        check: |fs, _| own_is_there(fs),
+    };
+    case.explore("punched data");
+}
+
+#[test]
 fn directories_that_are_moved_into_each_other_form_no_circle() {
     fn setup_directories(fs: &Filesystem) {
         for (dir, name) in [("", "p"), ("", "q"), ("p", "x"), ("q", "y")] {
