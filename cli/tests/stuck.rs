@@ -7,6 +7,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
 use common::stand_in::{fake, lab, said, until};
 use common::{Lab, write_program};
 
@@ -270,6 +272,26 @@ fn programs_that_leave_a_process_with_their_output_hold_up_no_command() {
     assert_eq!(lab.ps()["vms"][0]["state"], "up");
     lab.good(&["down"]);
     std::fs::write(over, "").unwrap();
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn the_last_words_of_a_qemu_that_ends_before_its_monitor_answers_are_told() {
+    let lab = lab(&format!("[vm.a]\n{VM}"));
+    // As much as its log's socket takes, which is read after its end.
+    let words = "head -c 150000 /dev/zero | tr '\\0' x; echo; echo its last words";
+    sick(&lab, &format!("{{ {words}; exit 1; }}"));
+    set_sick(lab.dir.path());
+    // On one CPU the supervisor often sees its end before it has read that.
+    let own = sched_getaffinity(None).unwrap();
+    let mut first = CpuSet::new();
+    first.set((0..CpuSet::MAX_CPU).find(|cpu| own.is_set(*cpu)).unwrap());
+    sched_setaffinity(None, &first).unwrap();
+    for _ in 0..10 {
+        let refused = said(&lab.run(&["up"]));
+        assert!(refused.contains("its last words"), "{}", &refused[refused.len().saturating_sub(500)..]);
+    }
+    lab.run(&["down"]);
     lab.assert_nothing_left();
 }
 

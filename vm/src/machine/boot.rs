@@ -136,13 +136,16 @@ impl Machine {
         }
         let exit = self.lock().exit.clone();
         let Some(how) = exit else { return Ok(()) };
-        self.console.wait_end(QUIT);
-        self.log.wait_end(QUIT);
         Err(self.failure(&format!("it ended while it booted ({how})")))
     }
 
-    /// Returns an error with the last lines of the console and of QEMU's log. A message of QEMU that is known replaces `cause`.
+    /// Returns an error with the last lines of the console and of QEMU's log, of a QEMU that has ended its last ones. A message of QEMU that is known replaces
+    /// `cause`.
     pub(super) fn failure(&self, cause: &str) -> anyhow::Error {
+        if self.lock().exit.is_some() {
+            self.console.wait_end(QUIT);
+            self.log.wait_end(QUIT);
+        }
         let explained = disks::explain(&self.log.last_lines(LAST_LINES));
         let cause = explained.as_deref().unwrap_or(cause);
         let mut text = format!("the VM '{}' failed: {cause}", self.name);

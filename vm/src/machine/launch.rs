@@ -285,7 +285,10 @@ impl Machine {
         match begun {
             // Else the session would outlive the devices' return, and keep the next VM from them.
             Ok(bypass) if !held.ended => held.bypass = Some(bypass),
-            Ok(_) => anyhow::bail!(self.failure("it ended before its memory was pinned")),
+            Ok(_) => {
+                drop(held);
+                return Err(self.failure("it ended before its memory was pinned"));
+            }
             Err(e) => {
                 drop(held);
                 self.process.kill();
