@@ -166,7 +166,7 @@ fn draw(line: std::fmt::Arguments<'_>) {
 impl Drop for Meter {
     fn drop(&mut self) {
         if self.show {
-            draw(format_args!("\r"));
+            draw(format_args!(""));
         }
     }
 }

@@ -1119,7 +1119,7 @@ fn names_find_room_in_a_full_zone_as_long_as_their_directory_has_some() {
 
 #[test]
 fn a_rename_in_a_full_directory_to_a_name_that_is_too_long_for_a_transaction_changes_nothing() {
-    // What one transaction can change of an entry besides its head (tfs_tx_word).
+    // Bytes of the longest name that a transaction can replace in its place: its words (tfs_tx_word) also hold the entry's head.
     const LONGEST: usize = 184;
     for (len, done) in [(LONGEST, Ok(())), (LONGEST + 1, Err(Errno::NOSPC)), (255, Err(Errno::NOSPC))] {
         let area = area(8);

@@ -100,7 +100,7 @@ impl Zone {
         let slot = known.or_else(|| free(MemberState::Empty)).or_else(|| free(MemberState::Dead));
         let slot = slot.or_else(|| free(MemberState::Active)).or_else(|| free(MemberState::Damaged));
         // A slot that is only written to be invited may be a member's that comes later, unless the owner says whose slots it keeps. A process of the host holds
-        // its own at once: one that nobody holds is that of a process that died before it joined, or as it left.
+        // its slot from the moment at which it takes it. If nobody holds such a slot, its process died before it joined, or while it left.
         let is_left = |m: &&Member| m.role == Some(Role::Host) && m.doorbell.is_none() && m.let_in == 0;
         let left = || slots.iter().filter(|m| !m.alive && m.state == MemberState::Invited).find(is_left);
         let slot = slot.or_else(|| match promised {
@@ -286,8 +286,8 @@ impl Zone {
         Ok(())
     }
 
-    /// Tells others that the process of a VM has a copy of the descriptor by which the VM's slot is held, since it was started: without an owner they then
-    /// know the VM's death by the slot that nobody holds. The next member of the slot is not said to have one.
+    /// Tells other processes that a VM's process was started with a copy of the descriptor that holds the VM's slot. Without an owner, they take that VM for
+    /// dead once nobody holds its slot. The slot's next member begins without this mark.
     pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
         if let Some(owner) = &self.owner {
             owner

@@ -434,13 +434,14 @@ fn names_without_a_pin_are_read_whole_or_not_at_all() {
     case.explore("unpinned names");
 }
 
+fn setup_data(fs: &Filesystem) {
+    make(fs, "", "b", DIR).expect("mkdir");
+    let h = make(fs, "", "h", REG).expect("create");
+    put(fs, h, b'h', 40_000).expect("write");
+}
+
 #[test]
 fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
-    fn setup_data(fs: &Filesystem) {
-        make(fs, "", "b", DIR).expect("mkdir");
-        let h = make(fs, "", "h", REG).expect("create");
-        put(fs, h, b'h', 40_000).expect("write");
-    }
     fn read_and_seek(fs: &Filesystem) -> Result<(), String> {
         let Ok(h) = at(fs, "h") else { return Ok(()) };
         let mut bytes = [0; 20_000];
@@ -482,11 +483,6 @@ fn data_that_is_removed_is_read_whole_or_not_at_all_and_is_no_damage() {
 
 #[test]
 fn a_reader_without_a_pin_reads_no_other_file_where_a_hole_was_punched() {
-    fn setup_data(fs: &Filesystem) {
-        make(fs, "", "b", DIR).expect("mkdir");
-        let h = make(fs, "", "h", REG).expect("create");
-        put(fs, h, b'h', 40_000).expect("write");
-    }
     let case = Case {
         setup: setup_data,
         doing: vec![
