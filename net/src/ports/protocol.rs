@@ -198,7 +198,11 @@ impl VhostUserBackendReqHandlerMut for Session {
         Ok(MAX_REGIONS as u64)
     }
 
+    /// QEMU before version 8.1 sends each change of memory once for each queue pair.
     fn add_mem_region(&mut self, r: &VhostUserSingleMemoryRegion, file: File) -> Result<()> {
+        if self.memory.has(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset) {
+            return Ok(());
+        }
         check_sum(self.memory.mapped(), [(&file, r.memory_size)]).map_err(refuse)?;
         let region =
             Region::map_or_leave_out(&file, r.guest_phys_addr, r.memory_size, r.user_addr, r.mmap_offset)
@@ -207,8 +211,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn remove_mem_region(&mut self, r: &VhostUserSingleMemoryRegion) -> Result<()> {
-        let left = self.memory.without(r.guest_phys_addr, r.memory_size, r.user_addr).map_err(refuse)?;
-        self.set_memory(left)
+        match self.memory.without(r.guest_phys_addr, r.memory_size, r.user_addr) {
+            Some(left) => self.set_memory(left),
+            // Removed for another queue pair.
+            None => Ok(()),
+        }
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {

@@ -64,14 +64,6 @@ pub enum MemoryError {
         /// The largest possible number.
         most: u64,
     },
-    /// A region to be removed isn't there.
-    #[error("no memory region at guest address {gpa:#x} of {size:#x} bytes to remove")]
-    Absent {
-        /// Start of the region.
-        gpa: u64,
-        /// Bytes in the region.
-        size: u64,
-    },
     /// The file is no memory, or can't be written.
     #[error("memory region at guest address {gpa:#x} is {why}")]
     NotMemory {
@@ -114,6 +106,9 @@ pub struct Region {
     pub size: u64,
     /// Address of the first byte in the front-end's process (ring addresses come in these).
     pub user: u64,
+    /// Offset of the first byte in the file.
+    offset: u64,
+    file: Option<FileId>,
     /// Address of the first byte here; null if the region is not mapped.
     host: *mut u8,
     /// None: the file is no memory.
@@ -149,12 +144,7 @@ impl Region {
         if !is_memory(file) {
             return Err(MemoryError::NotMemory { gpa, why: "a file that is no memory" });
         }
-        // SAFETY: an all-zero stat is a valid value to be filled in.
-        let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: the descriptor is open and stat is ours.
-        if unsafe { libc::fstat(file.as_raw_fd(), &mut stat) } != 0 {
-            return Err(io::Error::last_os_error().into());
-        }
+        let stat = rustix::fs::fstat(file).map_err(io::Error::from)?;
         let file_len = stat.st_size as u64;
         if end > file_len {
             return Err(MemoryError::BeyondFile { size, offset, file: file_len });
@@ -192,7 +182,8 @@ impl Region {
         let watch = Some(tombolo_sigbus::watch(base as usize, len)?);
         // SAFETY: offset - start < page <= len.
         let host = unsafe { base.add((offset - start) as usize) };
-        Ok(Self { gpa, size, user, host, map: Some(Arc::new(Mapping { base, len, watch })) })
+        let map = Some(Arc::new(Mapping { base, len, watch }));
+        Ok(Self { gpa, size, user, offset, file: Some((stat.st_dev, stat.st_ino)), host, map })
     }
 
     /// As [`Region::map`], for a region that a VMM shares besides its guest's RAM: if its file is no memory, or is
@@ -213,7 +204,8 @@ impl Region {
                 tracing::warn!(
                     "{why}; it is left out: a guest that sends from there or receives there is stopped"
                 );
-                Ok(Self { gpa, size, user, host: std::ptr::null_mut(), map: None })
+                let host = std::ptr::null_mut();
+                Ok(Self { gpa, size, user, offset, file: file_id(file), host, map: None })
             }
             other => other,
         }
@@ -232,6 +224,15 @@ impl Region {
 fn is_memory(file: &File) -> bool {
     // SAFETY: asks for a number.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
+}
+
+/// Device and inode.
+type FileId = (u64, u64);
+
+/// Returns what tells `file` from all others, if it is memory ([`is_memory`]).
+fn file_id(file: &File) -> Option<FileId> {
+    let stat = is_memory(file).then(|| rustix::fs::fstat(file).ok())??;
+    Some((stat.st_dev, stat.st_ino))
 }
 
 /// Bytes that each port may share, also if the machine has less memory. A file of any length costs its owner nothing as long as it is
@@ -313,18 +314,20 @@ impl GuestMemory {
         Self::new(regions)
     }
 
-    /// Returns this table without the region of exactly that place and size.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn without(&self, gpa: u64, size: u64, user: u64) -> Result<Self, MemoryError> {
+    /// Returns whether exactly this region of `file` is in the table.
+    #[must_use]
+    pub fn has(&self, file: &File, gpa: u64, size: u64, user: u64, offset: u64) -> bool {
+        let asked = (gpa, size, user, offset, file_id(file));
+        self.regions.iter().any(|r| (r.gpa, r.size, r.user, r.offset, r.file) == asked)
+    }
+
+    /// Returns this table without the region of exactly that place and size. None: there is no such region.
+    #[must_use]
+    pub fn without(&self, gpa: u64, size: u64, user: u64) -> Option<Self> {
         let mut regions = self.regions.clone();
-        let at = regions
-            .iter()
-            .position(|r| r.gpa == gpa && r.size == size && r.user == user)
-            .ok_or(MemoryError::Absent { gpa, size })?;
+        let at = regions.iter().position(|r| r.gpa == gpa && r.size == size && r.user == user)?;
         regions.remove(at);
-        Ok(Self::sorted(regions))
+        Some(Self::sorted(regions))
     }
 
     /// The regions, by guest-physical address.
@@ -437,7 +440,8 @@ mod tests {
     fn an_address_here_is_led_back_to_the_one_that_it_was_translated_from() {
         const SIZE: u64 = 1 << 16;
         let rams: Vec<Ram> = (0..8).map(|n| Ram::new(SIZE, n * 16 * SIZE).unwrap()).collect();
-        let unmapped = Region { gpa: SIZE, size: SIZE, user: 1, host: std::ptr::null_mut(), map: None };
+        let (user, host) = (1, std::ptr::null_mut());
+        let unmapped = Region { gpa: SIZE, size: SIZE, user, offset: 0, file: None, host, map: None };
         let regions = rams.iter().map(|ram| ram.region().unwrap()).chain([unmapped]).collect();
         let all = GuestMemory::new(regions).unwrap();
         let last = &rams[7];
