@@ -6,13 +6,13 @@
 #include "tfs_internal.h"
 
 /* 'number' is the account's number + 1, as inodes and member areas store it. */
-static struct tfs_account *account(struct tfs *fs, tmb_u64 number)
+static struct tfs_account *tfs_account_at(struct tfs *fs, tmb_u64 number)
 {
 	return number && number <= TFS_ACCOUNTS ? &tfs_member_area(fs, (tmb_u32)number - 1)->own : NULL;
 }
 
 /* Returns how many more the account may have; ~0: no limit. */
-static tmb_u64 left_of(tmb_s64 *used, tmb_u64 *limit)
+static tmb_u64 tfs_left_of(tmb_s64 *used, tmb_u64 *limit)
 {
 	tmb_u64 most = tmb_load(limit);
 	tmb_s64 now = tmb_load(used);
@@ -24,14 +24,14 @@ static tmb_u64 left_of(tmb_s64 *used, tmb_u64 *limit)
 
 tmb_u64 tfs_blocks_left(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct tfs_account *a = account(fs, tmb_load(&inode->account));
+	struct tfs_account *a = tfs_account_at(fs, tmb_load(&inode->account));
 
-	return a ? left_of(&a->blocks, &a->blocks_limit) : ~0ULL;
+	return a ? tfs_left_of(&a->blocks, &a->blocks_limit) : ~0ULL;
 }
 
 void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more)
 {
-	struct tfs_account *a = account(fs, tmb_load(&inode->account));
+	struct tfs_account *a = tfs_account_at(fs, tmb_load(&inode->account));
 
 	tmb_store(&inode->blocks, tmb_load(&inode->blocks) + (tmb_u64)more);
 	if (a)
@@ -39,19 +39,19 @@ void tfs_count_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_s64 more)
 }
 
 /* Returns the account for what this member creates. Not cached: the host may grant or revoke it at any time. */
-static tmb_u64 own_number(struct tfs *fs)
+static tmb_u64 tfs_own_number(struct tfs *fs)
 {
 	return fs->members ? tmb_load(&tfs_member_area(fs, fs->member)->account) : 0;
 }
 
 int tfs_open_account(struct tfs *fs, struct tfs_inode *inode)
 {
-	tmb_u64 number = own_number(fs);
-	struct tfs_account *a = account(fs, number);
+	tmb_u64 number = tfs_own_number(fs);
+	struct tfs_account *a = tfs_account_at(fs, number);
 
 	if (!a)
 		return 0;
-	if (!left_of(&a->inodes, &a->inodes_limit) || !left_of(&a->blocks, &a->blocks_limit))
+	if (!tfs_left_of(&a->inodes, &a->inodes_limit) || !tfs_left_of(&a->blocks, &a->blocks_limit))
 		return -EDQUOT;
 	tmb_fetch_add(&a->inodes, 1);
 	tmb_store(&inode->account, number);
@@ -60,7 +60,7 @@ int tfs_open_account(struct tfs *fs, struct tfs_inode *inode)
 
 void tfs_close_account(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct tfs_account *a = account(fs, tmb_load(&inode->account));
+	struct tfs_account *a = tfs_account_at(fs, tmb_load(&inode->account));
 
 	if (!a)
 		return;
@@ -71,24 +71,24 @@ void tfs_close_account(struct tfs *fs, struct tfs_inode *inode)
 
 void tfs_statfs_account(struct tfs *fs, struct tfs_statfs *st)
 {
-	struct tfs_account *a = account(fs, own_number(fs));
+	struct tfs_account *a = tfs_account_at(fs, tfs_own_number(fs));
 	tmb_u64 left;
 
 	if (!a)
 		return;
 	if (tmb_load(&a->blocks_limit)) {
-		left = left_of(&a->blocks, &a->blocks_limit);
+		left = tfs_left_of(&a->blocks, &a->blocks_limit);
 		st->blocks = TFS_MIN(st->blocks, tmb_load(&a->blocks_limit));
 		st->blocks_free = TFS_MIN(TFS_MIN(st->blocks_free, left), st->blocks);
 	}
 	if (tmb_load(&a->inodes_limit)) {
-		left = left_of(&a->inodes, &a->inodes_limit);
+		left = tfs_left_of(&a->inodes, &a->inodes_limit);
 		st->inodes = TFS_MIN(st->inodes, tmb_load(&a->inodes_limit));
 		st->inodes_free = TFS_MIN(TFS_MIN(st->inodes_free, left), st->inodes);
 	}
 }
 
-static bool is_named(struct tfs_account *a, const char *name, tmb_u32 len)
+static bool tfs_is_named(struct tfs_account *a, const char *name, tmb_u32 len)
 {
 	char copy[sizeof(a->name)];
 
@@ -107,7 +107,7 @@ int tfs_grant(struct tfs *fs, tmb_u32 member, const char *name, tmb_u32 len, tmb
 		return -EINVAL;
 	for (i = 0; i < TFS_ACCOUNTS; i++) {
 		a = &tfs_member_area(fs, i)->own;
-		if (is_named(a, name, len))
+		if (tfs_is_named(a, name, len))
 			break;
 		if (use == TFS_ACCOUNTS && !tmb_load(&a->name[0]))
 			use = i;

@@ -17,15 +17,15 @@
 #define CHUNK_SEARCH 4096u
 #define YIELD_BYTES 65536u /* of the map */
 
-static inline tmb_u64 *map_word(struct tfs *fs, tmb_u64 block)
+static inline tmb_u64 *tfs_map_word(struct tfs *fs, tmb_u64 block)
 {
 	return (tmb_u64 *)(tfs_map_bytes(fs) + (block & ~7ULL));
 }
 
 /* Claims one block whose map byte is 'value'. */
-static bool claim_one(struct tfs *fs, tmb_u64 block, tmb_u8 value)
+static bool tfs_claim_one(struct tfs *fs, tmb_u64 block, tmb_u8 value)
 {
-	tmb_u64 *word = map_word(fs, block);
+	tmb_u64 *word = tfs_map_word(fs, block);
 	tmb_u32 shift = 8 * (block & 7);
 
 	for (;;) {
@@ -41,9 +41,9 @@ static bool claim_one(struct tfs *fs, tmb_u64 block, tmb_u8 value)
 }
 
 /* Claims free bytes from 'block' on: at most 'want', and none past the end of their word. Returns how many. */
-static tmb_u64 claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
+static tmb_u64 tfs_claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
 {
-	tmb_u64 *word = map_word(fs, block);
+	tmb_u64 *word = tfs_map_word(fs, block);
 	tmb_u32 first = block & 7;
 
 	for (;;) {
@@ -63,14 +63,14 @@ static tmb_u64 claim_in_word(struct tfs *fs, tmb_u64 block, tmb_u64 want)
 	}
 }
 
-static tmb_u64 claim_run(struct tfs *fs, tmb_u64 block, tmb_u64 want)
+static tmb_u64 tfs_claim_run(struct tfs *fs, tmb_u64 block, tmb_u64 want)
 {
 	tmb_u64 got = 0;
 
 	while (got < want && block + got < fs->blocks) {
 		tmb_u64 room = 8 - ((block + got) & 7);
 		tmb_u64 ask = TFS_MIN(want - got, room);
-		tmb_u64 n = claim_in_word(fs, block + got, ask);
+		tmb_u64 n = tfs_claim_in_word(fs, block + got, ask);
 
 		got += n;
 		if (n < ask)
@@ -99,9 +99,9 @@ void tfs_set_map(struct tfs *fs, tmb_u64 block, tmb_u64 count, tmb_u8 value)
 	tfs_persist(fs, byte - count, count);
 }
 
-static bool chunk_is_free(struct tfs *fs, tmb_u64 block)
+static bool tfs_chunk_is_free(struct tfs *fs, tmb_u64 block)
 {
-	tmb_u64 *word = map_word(fs, block), seen = 0;
+	tmb_u64 *word = tfs_map_word(fs, block), seen = 0;
 
 	if (tmb_load(word))
 		return false;
@@ -120,10 +120,10 @@ int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run
 	for (tmb_u64 i = 0; i < chunks - first && i < CHUNK_SEARCH; i++, at++) {
 		if (at < first || at >= chunks)
 			at = first;
-		if (!chunk_is_free(fs, at * CHUNK))
+		if (!tfs_chunk_is_free(fs, at * CHUNK))
 			continue;
 		run->block = at * CHUNK + offset;
-		run->count = claim_run(fs, run->block, TFS_MIN(want, CHUNK - offset));
+		run->count = tfs_claim_run(fs, run->block, TFS_MIN(want, CHUNK - offset));
 		if (run->count) {
 			tmb_store(&fs->chunk_cursor, at + 1);
 			return 0;
@@ -135,7 +135,7 @@ int tfs_alloc_chunk(struct tfs *fs, tmb_u64 offset, tmb_u64 want, struct tfs_run
 tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 {
 	while (from < to) {
-		tmb_u64 word = tmb_load(map_word(fs, from)) ^ ONES * value;
+		tmb_u64 word = tmb_load(tfs_map_word(fs, from)) ^ ONES * value;
 
 		word |= (1ULL << 8 * (from & 7)) - 1; /* ignore bytes before 'from' */
 		tmb_u64 zero = (word - ONES) & ~word & HIGHS;
@@ -153,7 +153,7 @@ tmb_u64 tfs_find_map(struct tfs *fs, tmb_u64 from, tmb_u64 to, tmb_u8 value)
 }
 
 /* Tags free blocks from the cursor on. */
-static int search(struct tfs *fs, tmb_u64 want, struct tfs_run *run)
+static int tfs_search(struct tfs *fs, tmb_u64 want, struct tfs_run *run)
 {
 	tmb_u64 start = tmb_load(&fs->alloc_cursor), pass;
 
@@ -163,7 +163,7 @@ static int search(struct tfs *fs, tmb_u64 want, struct tfs_run *run)
 		tmb_u64 from = pass ? fs->data_start : start, to = pass ? start : fs->blocks;
 
 		while ((from = tfs_find_map(fs, from, to, TFS_MAP_FREE)) < to) {
-			run->count = claim_run(fs, from, want);
+			run->count = tfs_claim_run(fs, from, want);
 			if (run->count) {
 				run->block = from;
 				tmb_store(&fs->alloc_cursor, from + run->count);
@@ -178,14 +178,14 @@ static int search(struct tfs *fs, tmb_u64 want, struct tfs_run *run)
 int tfs_alloc(struct tfs *fs, tmb_u64 goal, tmb_u64 want, struct tfs_run *run)
 {
 	if (tfs_block_ok(fs, goal)) {
-		run->count = claim_run(fs, goal, want);
+		run->count = tfs_claim_run(fs, goal, want);
 		if (run->count) {
 			run->block = goal;
 			return 0;
 		}
 	}
 	/* Blocks that were removed a moment ago may be deferred for a reader that is about to finish. */
-	if (!search(fs, want, run) || (tfs_await_deferred(fs) && !search(fs, want, run)))
+	if (!tfs_search(fs, want, run) || (tfs_await_deferred(fs) && !tfs_search(fs, want, run)))
 		return 0;
 	return -ENOSPC;
 }
@@ -200,7 +200,7 @@ int tfs_alloc_spare(struct tfs *fs, tmb_u64 *block)
 	}
 	*block = fs->data_start;
 	while ((*block = tfs_find_map(fs, *block, fs->blocks, TFS_MAP_RESERVED)) < fs->blocks) {
-		if (claim_one(fs, *block, TFS_MAP_RESERVED))
+		if (tfs_claim_one(fs, *block, TFS_MAP_RESERVED))
 			return 0;
 		(*block)++;
 	}
@@ -233,7 +233,7 @@ tmb_u64 tfs_count_free(struct tfs *fs)
 	for (; from < fs->blocks && (from & 7); from++)
 		n += !tmb_load(tfs_map_bytes(fs) + from);
 	for (; from + 8 <= fs->blocks; from += 8) {
-		tmb_u64 word = tmb_load(map_word(fs, from));
+		tmb_u64 word = tmb_load(tfs_map_word(fs, from));
 
 		if (!(from % YIELD_BYTES))
 			tfs_os_yield();

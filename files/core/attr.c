@@ -47,7 +47,7 @@ bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before)
 }
 
 /* Returns the mode that replaces 'mode'. */
-static tmb_u64 new_mode(tmb_u64 mode, tmb_u32 what, const struct tfs_attr *attr)
+static tmb_u64 tfs_new_mode(tmb_u64 mode, tmb_u32 what, const struct tfs_attr *attr)
 {
 	if (what & TFS_SET_MODE)
 		return (mode & TFS_MODE_TYPE) | (attr->mode & 07777);
@@ -76,7 +76,7 @@ int tfs_setattr(struct tfs *fs, struct tfs_handle h, tmb_u32 what, const struct 
 		goto unlock;
 	/* chown clears S_ISUID: both changes happen or neither. */
 	if (what & (TFS_SET_MODE | TFS_KILL_SET_ID | TFS_KILL_SGID))
-		tfs_tx_word(fs, slot, &inode->mode, new_mode(tmb_load(&inode->mode), what, attr));
+		tfs_tx_word(fs, slot, &inode->mode, tfs_new_mode(tmb_load(&inode->mode), what, attr));
 	if (what & (TFS_SET_OWNER | TFS_SET_UID | TFS_SET_GID)) {
 		tmb_u64 owner = tmb_load(&inode->owner);
 

@@ -5,14 +5,14 @@
  */
 #include "tfs_internal.h"
 
-static tmb_u64 others_watching(struct tfs *fs)
+static tmb_u64 tfs_others_watching(struct tfs *fs)
 {
 	return tmb_load(&tfs_sb(fs)->watchers) & ~(1ULL << fs->member);
 }
 
 bool tfs_change_wanted(struct tfs *fs)
 {
-	return fs->members && !fs->read_only && !tfs_fenced(fs) && others_watching(fs);
+	return fs->members && !fs->read_only && !tfs_fenced(fs) && tfs_others_watching(fs);
 }
 
 bool tfs_change_unheard(struct tfs *fs, tmb_u64 end)
@@ -23,7 +23,7 @@ bool tfs_change_unheard(struct tfs *fs, tmb_u64 end)
 	tmb_fence();
 	if (!end || end > head || head - end > TFS_CHANGE_RING / 2)
 		return false;
-	for (tmb_u64 left = others_watching(fs); left; left &= left - 1) {
+	for (tmb_u64 left = tfs_others_watching(fs); left; left &= left - 1) {
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
 
 		if (tmb_load(&tfs_member_area(fs, m)->heard[fs->member]) >= end)
@@ -55,7 +55,7 @@ tmb_u64 tfs_change_post(struct tfs *fs, const struct tfs_change *c)
 	memcpy(r + 1, c->name, name_len);
 	head += length;
 	tmb_store_release(&area->change_head, head);
-	for (tmb_u64 left = others_watching(fs); left; left &= left - 1) {
+	for (tmb_u64 left = tfs_others_watching(fs); left; left &= left - 1) {
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(left);
 
 		/* One doorbell for all records that the watcher has not looked at yet. */
@@ -89,7 +89,7 @@ void tfs_listen_end(struct tfs *fs)
 }
 
 /* Copies the next record of member m's ring to *c. Returns 1; 0: none; -EOVERFLOW: some were lost. */
-static int next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs_change *c)
+static int tfs_next_of(struct tfs *fs, struct tfs_listener *l, tmb_u32 m, struct tfs_change *c)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, m);
 	tmb_u64 head = tmb_load_acquire(&area->change_head) & ~(tmb_u64)(TFS_CHANGE_UNIT - 1);
@@ -135,7 +135,7 @@ int tfs_listen_next(struct tfs *fs, struct tfs_listener *l, struct tfs_change *c
 {
 	for (tmb_u32 i = 0; i < TFS_MEMBERS; i++) {
 		tmb_u32 m = l->from % TFS_MEMBERS;
-		int ret = m == fs->member ? 0 : next_of(fs, l, m, c);
+		int ret = m == fs->member ? 0 : tfs_next_of(fs, l, m, c);
 
 		l->from = m + 1;
 		if (ret)

@@ -10,7 +10,7 @@
 #define FEW (2 * FALLOC_STEP >> TFS_BLOCK_SHIFT) /* for so many blocks the area's free blocks are not counted */
 #define LARGE_FBLOCK 16u /* a file that grows past 64 KiB gets a chunk */
 
-static inline int map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static inline int tfs_map_inode(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	tmb_u64 stamp = 0; /* no inode's */
 
@@ -33,12 +33,12 @@ int tfs_map(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, 
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return tfs_may_look(fs, h, inode) ? map_inode(fs, inode, h, fblock, count, run) : tfs_refuse(fs, h, inode);
+	return tfs_may_look(fs, h, inode) ? tfs_map_inode(fs, inode, h, fblock, count, run) : tfs_refuse(fs, h, inode);
 }
 
 /* As tfs_tree_map, for a caller that walks a whole file. Bounded: a file has no more runs than the area has blocks, and holes between
  * them. */
-static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run, tmb_u64 *runs)
+static int tfs_next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run, tmb_u64 *runs)
 {
 	if (++*runs > 2 * (fs->blocks + 1))
 		return tfs_damage(fs, "file without end", fblock, *runs);
@@ -50,7 +50,7 @@ static int next_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb
 /* --- writing -------------------------------------------------------------------------------------------------------- */
 
 /* Allocates one run of blocks for a hole of 'count' blocks at 'fblock', possibly shorter than the hole. */
-static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static int tfs_place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	tmb_u64 in_chunk = fblock & (TFS_FANOUT - 1), want = TFS_MIN(count, TFS_FANOUT - in_chunk), goal = 0;
 	struct tfs_run before;
@@ -70,7 +70,7 @@ static int place(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u6
 	return tfs_alloc(fs, 0, want, run);
 }
 
-static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, const struct tfs_run *run)
+static int tfs_link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, const struct tfs_run *run)
 {
 	tmb_u64 taken = 0;
 	int err = tfs_tree_add(fs, &inode->root, fblock, run, TFS_MAP_USED, &taken);
@@ -83,7 +83,7 @@ static int link_run(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, con
  * Called before the write adds file blocks [from, to), which are holes. A write in place needs only a transaction slot; the first new block starts the
  * transaction. Its recovery takes back the last blocks in a row that it has added behind the end, and none that a fallocate put there before.
  */
-static void start_tx(struct tfs *fs, struct tfs_write *w, tmb_u64 from, tmb_u64 to)
+static void tfs_start_tx(struct tfs *fs, struct tfs_write *w, tmb_u64 from, tmb_u64 to)
 {
 	tfs_tx_trim_range(fs, w->slot, from, to);
 	if (w->started)
@@ -92,7 +92,7 @@ static void start_tx(struct tfs *fs, struct tfs_write *w, tmb_u64 from, tmb_u64 
 	w->started = true;
 }
 
-static void end_tx(struct tfs *fs, struct tfs_write *w)
+static void tfs_end_tx(struct tfs *fs, struct tfs_write *w)
 {
 	if (w->started)
 		tfs_tx_end(fs, w->slot);
@@ -120,8 +120,8 @@ int tfs_write_map_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tm
 		w->is_new = false;
 		return err;
 	}
-	start_tx(fs, w, w->added_to == fblock ? w->added_from : fblock, fblock + w->run.count);
-	err = place(fs, w->inode, fblock, w->run.count, &w->run);
+	tfs_start_tx(fs, w, w->added_to == fblock ? w->added_from : fblock, fblock + w->run.count);
+	err = tfs_place(fs, w->inode, fblock, w->run.count, &w->run);
 	w->is_new = !err;
 	return err;
 }
@@ -136,7 +136,7 @@ int tfs_write_done_locked(struct tfs *fs, struct tfs_write *w)
 	if (w->added_to != w->fblock)
 		w->added_from = w->fblock;
 	w->added_to = w->fblock + w->run.count;
-	return link_run(fs, w->inode, w->fblock, &w->run);
+	return tfs_link_run(fs, w->inode, w->fblock, &w->run);
 }
 
 bool tfs_has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
@@ -145,7 +145,7 @@ bool tfs_has_blocks(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock)
 	struct tfs_run run = {0};
 
 	for (; fblock < end; fblock += run.count)
-		if (next_run(fs, inode, fblock, end - fblock, &run, &runs) || run.block)
+		if (tfs_next_run(fs, inode, fblock, end - fblock, &run, &runs) || run.block)
 			return true;
 	return false;
 }
@@ -173,7 +173,7 @@ void tfs_write_trim_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end)
 	tfs_end_removal(fs, gone);
 }
 
-static void drop_suid(struct tfs_inode *inode)
+static void tfs_drop_suid(struct tfs_inode *inode)
 {
 	tmb_u64 mode = tmb_load(&inode->mode);
 
@@ -182,7 +182,7 @@ static void drop_suid(struct tfs_inode *inode)
 }
 
 /* Revokes the zeroes that other members map where holes were filled, as far as those members answer. */
-static void show_filled(struct tfs *fs, struct tfs_inode *inode)
+static void tfs_show_filled(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_fence(); /* a member that set its 'hole_mappers' bit is seen here, or sees the new blocks */
 	if (tfs_active_members(fs, tmb_load(&inode->hole_mappers) & ~(1ULL << fs->member)))
@@ -198,19 +198,19 @@ int tfs_write_end_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 end, bool 
 		if (end > tmb_load(&inode->size))
 			tmb_store_release(&inode->size, end);
 		if (kill_suid)
-			drop_suid(inode);
+			tfs_drop_suid(inode);
 		tfs_changed(inode, now, true);
 		tfs_persist(fs, inode, sizeof(*inode));
 		tfs_barrier(fs);
 	}
 	if (w->started)
-		show_filled(fs, inode);
-	end_tx(fs, w);
+		tfs_show_filled(fs, inode);
+	tfs_end_tx(fs, w);
 	return 0;
 }
 
 /* Zeroes bytes of the zone, and lets other threads run in between. */
-static int zero(struct tfs *fs, tmb_u8 *at, tmb_u64 len)
+static int tfs_zero(struct tfs *fs, tmb_u8 *at, tmb_u64 len)
 {
 	while (len) {
 		tmb_u64 n = TFS_MIN(len, FALLOC_STEP);
@@ -228,19 +228,19 @@ static int zero(struct tfs *fs, tmb_u8 *at, tmb_u64 len)
 
 /* Zeroes the range in place where there are blocks; holes are zero already. -EINTR: the caller was killed, and a range of more than one step is zeroed
  * in part. */
-static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
+static int tfs_zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, tmb_u64 end)
 {
 	tmb_u64 runs = 0;
 
 	while (offset < end) {
 		tmb_u64 in_block = offset & (TFS_BLOCK - 1), n;
 		struct tfs_run run;
-		int err = next_run(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run, &runs);
+		int err = tfs_next_run(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(in_block + end - offset), &run, &runs);
 
 		if (err)
 			return err;
 		n = TFS_MIN(end - offset, (run.count << TFS_BLOCK_SHIFT) - in_block);
-		err = run.block ? zero(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n) : 0;
+		err = run.block ? tfs_zero(fs, (tmb_u8 *)tfs_block(fs, run.block) + in_block, n) : 0;
 		if (err)
 			return err;
 		offset += n;
@@ -248,7 +248,7 @@ static int zero_range(struct tfs *fs, struct tfs_inode *inode, tmb_u64 offset, t
 	return 0;
 }
 
-static tmb_u64 end_of_block(tmb_u64 at)
+static tmb_u64 tfs_end_of_block(tmb_u64 at)
 {
 	return tfs_blocks_of(at) << TFS_BLOCK_SHIFT;
 }
@@ -257,19 +257,19 @@ static tmb_u64 end_of_block(tmb_u64 at)
  * Called before a file grows: zeroes what lies between its end and 'to', where its new bytes begin. Blocks behind the end may have bytes: a preallocated
  * block to which a member wrote, and died before it stored the size; blocks of a write that was killed; stores to the mapped rest of the last block.
  */
-static int zero_behind_end(struct tfs *fs, struct tfs_inode *inode, tmb_u64 to)
+static int tfs_zero_behind_end(struct tfs *fs, struct tfs_inode *inode, tmb_u64 to)
 {
-	return zero_range(fs, inode, tmb_load(&inode->size), to);
+	return tfs_zero_range(fs, inode, tmb_load(&inode->size), to);
 }
 
 int tfs_extend_zero_locked(struct tfs *fs, struct tfs_handle h, tmb_u64 to)
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return inode ? zero_behind_end(fs, inode, to) : -EUCLEAN;
+	return inode ? tfs_zero_behind_end(fs, inode, to) : -EUCLEAN;
 }
 
-static int fault_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static int tfs_fault_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	int err;
 
@@ -294,10 +294,10 @@ int tfs_fault_block(struct tfs *fs, struct tfs_handle h, tmb_u64 fblock, tmb_u64
 		return err;
 	err = tfs_try_lock_inode(fs, h, &w.inode);
 	if (err) {
-		end_tx(fs, &w);
+		tfs_end_tx(fs, &w);
 		return err;
 	}
-	err = fault_locked(fs, &w, fblock, run->count, run);
+	err = tfs_fault_locked(fs, &w, fblock, run->count, run);
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	tfs_unlock(fs, &w.inode->lock);
 	return err;
@@ -318,7 +318,7 @@ int tfs_wait_inode(struct tfs *fs, struct tfs_handle h)
 
 /* Called after a copy of n bytes from 'at' on, before the unpin: returns how many of them were the file's. A removal first stores the new size, and
  * where it has unlinked blocks a reader finds a hole. -ESTALE: the inode was freed; -ESHUTDOWN: others do not wait for this member's readers. */
-static inline tmb_s64 still_there(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
+static inline tmb_s64 tfs_bytes_still_there(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 at, tmb_u64 n)
 {
 	tmb_u64 size;
 
@@ -335,7 +335,7 @@ tmb_s64 tfs_still_there(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64
 {
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
-	return inode ? still_there(fs, inode, h, at, n) : -ESTALE;
+	return inode ? tfs_bytes_still_there(fs, inode, h, at, n) : -ESTALE;
 }
 
 tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 n, struct tfs_look *look)
@@ -352,7 +352,7 @@ tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 
 	size = TFS_MIN(tmb_load_acquire(&look->inode->size), TFS_MAX_SIZE);
 	left = at < size ? TFS_MIN(n, size - at) : 0;
 	if (left)
-		err = map_inode(fs, look->inode, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(skip + left), &look->run);
+		err = tfs_map_inode(fs, look->inode, h, at >> TFS_BLOCK_SHIFT, tfs_blocks_of(skip + left), &look->run);
 	else
 		err = tfs_live_inode(fs, h, &look->inode);
 	if (!err && left)
@@ -363,7 +363,7 @@ tmb_s64 tfs_look_begin(struct tfs *fs, struct tfs_handle h, tmb_u64 at, tmb_u64 
 
 tmb_s64 tfs_look_end(struct tfs *fs, const struct tfs_look *look, tmb_u64 at, tmb_u64 n)
 {
-	tmb_s64 there = still_there(fs, look->inode, look->h, at, n);
+	tmb_s64 there = tfs_bytes_still_there(fs, look->inode, look->h, at, n);
 
 	return tfs_kept(fs, look) ? there : -EAGAIN;
 }
@@ -414,7 +414,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 	else
 		len = TFS_MIN(len, TFS_MAX_SIZE - *offset);
 	if (!err && len && *offset > size)
-		err = zero_behind_end(fs, w.inode, *offset);
+		err = tfs_zero_behind_end(fs, w.inode, *offset);
 	while (!err && done < len) {
 		tmb_u64 at = *offset + done, in_block = at & (TFS_BLOCK - 1), n;
 		tmb_u8 *to;
@@ -440,7 +440,7 @@ tmb_s64 tfs_pwrite(struct tfs *fs, struct tfs_handle h, const void *buf, tmb_u64
 	return done ? (tmb_s64)done : err;
 }
 
-static int flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+static int tfs_flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
 {
 	(void)ctx;
 	if (!node)
@@ -448,7 +448,7 @@ static int flush_run(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bo
 	return 0;
 }
 
-static int flush_all(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
+static int tfs_flush_all(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
 {
 	tmb_u32 pin = tfs_pin(fs, h.ino);
 	tmb_u64 budget = 2 * fs->blocks;
@@ -456,7 +456,7 @@ static int flush_all(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inod
 
 	if (err)
 		return err;
-	err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), flush_run, NULL, &budget);
+	err = tfs_tree_walk(fs, tmb_load_acquire(&inode->root), tfs_flush_run, NULL, &budget);
 	tfs_barrier(fs);
 	if (pin == TFS_PINS)
 		tfs_unlock_inode(fs, h.ino);
@@ -482,7 +482,7 @@ int tfs_sync(struct tfs *fs, struct tfs_handle h)
 	if (mappings) {
 		bool is_mapped = tmb_load_acquire(&inode->mappers);
 
-		err = flush_all(fs, h, inode);
+		err = tfs_flush_all(fs, h, inode);
 		if (!err && !is_mapped)
 			tmb_cas64(&inode->unsynced, mappings, 0);
 	}
@@ -503,7 +503,7 @@ int tfs_truncate_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 size, bool 
 	if (size > TFS_MAX_SIZE)
 		err = -EFBIG;
 	else if (size > old)
-		err = zero_behind_end(fs, inode, size);
+		err = tfs_zero_behind_end(fs, inode, size);
 	else
 		err = tfs_begin_removal(fs, w->slot, inode, from, ~0ULL, &gone);
 	if (!err) {
@@ -512,10 +512,10 @@ int tfs_truncate_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 size, bool 
 		tfs_tx_word(fs, w->slot, &inode->size, size);
 		tfs_tx_commit(fs, w->slot);
 		if (kill_suid)
-			drop_suid(inode);
+			tfs_drop_suid(inode);
 		tfs_changed(inode, now, true);
 		if (size <= old) {
-			err = zero_range(fs, inode, size, end_of_block(size));
+			err = tfs_zero_range(fs, inode, size, tfs_end_of_block(size));
 			if (!err)
 				err = tfs_remove_blocks(fs, inode, w->h.ino, from, ~0ULL, gone, false);
 		}
@@ -538,20 +538,20 @@ int tfs_truncate(struct tfs *fs, struct tfs_handle h, tmb_u64 size, bool kill_su
 	return err;
 }
 
-static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 slot, tmb_u64 offset, tmb_u64 end)
+static int tfs_punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 slot, tmb_u64 offset, tmb_u64 end)
 {
 	tmb_u64 from = tfs_blocks_of(offset), to = end >> TFS_BLOCK_SHIFT;
 	struct tfs_gone *gone;
 	int err;
 
 	if (from >= to)
-		return zero_range(fs, inode, offset, end);
+		return tfs_zero_range(fs, inode, offset, end);
 	err = tfs_begin_removal(fs, slot, inode, from, to, &gone);
 	if (err)
 		return err;
-	err = zero_range(fs, inode, offset, from << TFS_BLOCK_SHIFT);
+	err = tfs_zero_range(fs, inode, offset, from << TFS_BLOCK_SHIFT);
 	if (!err)
-		err = zero_range(fs, inode, to << TFS_BLOCK_SHIFT, end);
+		err = tfs_zero_range(fs, inode, to << TFS_BLOCK_SHIFT, end);
 	if (!err) {
 		tfs_tx_redo(fs, slot, TFS_REDO_TRUNCATE, from, to);
 		tfs_tx_commit(fs, slot);
@@ -561,12 +561,12 @@ static int punch(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, tmb_u32 s
 	return err;
 }
 
-static int fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)
+static int tfs_fill_holes(struct tfs *fs, struct tfs_inode *inode, struct tfs_write *w, tmb_u64 fblock, tmb_u64 end)
 {
 	tmb_u64 runs = 0;
 
 	while (fblock < end) {
-		int err = next_run(fs, inode, fblock, end - fblock, &w->run, &runs);
+		int err = tfs_next_run(fs, inode, fblock, end - fblock, &w->run, &runs);
 
 		if (!err && !w->run.block) {
 			err = tfs_write_map_locked(fs, w, fblock, w->run.count);
@@ -586,15 +586,15 @@ int tfs_punch_locked(struct tfs *fs, struct tfs_write *w, tmb_u64 offset, tmb_u6
 {
 	int err;
 
-	start_tx(fs, w, 0, 0); /* it adds nothing */
-	err = punch(fs, w->inode, w->h.ino, w->slot, offset, end);
+	tfs_start_tx(fs, w, 0, 0); /* it adds nothing */
+	err = tfs_punch(fs, w->inode, w->h.ino, w->slot, offset, end);
 	tfs_write_end_locked(fs, w, 0, false, 0);
 	if (!err)
 		tfs_changed(w->inode, now, true);
 	return err;
 }
 
-static int punch_whole(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, tmb_u64 end, tmb_s64 now)
+static int tfs_punch_whole(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, tmb_u64 end, tmb_s64 now)
 {
 	struct tfs_write w;
 	int err = tfs_write_begin(fs, h, &w);
@@ -607,7 +607,7 @@ static int punch_whole(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, tmb_
 }
 
 /* A call that fills a range. */
-struct filling {
+struct tfs_filling {
 	struct tfs_handle h;
 	tmb_u32 mode; /* TFS_FALLOC_* */
 	tmb_u64 end;
@@ -620,14 +620,14 @@ struct filling {
  * Before the first step of a range of several: returns whether there are as many blocks as it has holes. Otherwise the call would take all blocks that
  * are left from everybody before it fails.
  */
-static int expect_room(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 end, bool *only_own)
+static int tfs_expect_room(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, tmb_u64 end, bool *only_own)
 {
 	tmb_u64 holes = 0, runs = 0, behind = tfs_blocks_of(tmb_load(&inode->size));
 	struct tfs_run run;
 
 	*only_own = true;
 	for (; fblock < end; fblock += run.count) {
-		int err = next_run(fs, inode, fblock, end - fblock, &run, &runs);
+		int err = tfs_next_run(fs, inode, fblock, end - fblock, &run, &runs);
 
 		if (err)
 			return err;
@@ -644,7 +644,7 @@ static int expect_room(struct tfs *fs, struct tfs_inode *inode, tmb_u64 fblock, 
 }
 
 /* Fills one step of the range, up to 'to', under the inode's lock. */
-static int fill_step(struct tfs *fs, struct filling *f, tmb_u64 offset, tmb_u64 to, bool first)
+static int tfs_fill_step(struct tfs *fs, struct tfs_filling *f, tmb_u64 offset, tmb_u64 to, bool first)
 {
 	bool grows = !(f->mode & TFS_FALLOC_KEEP_SIZE);
 	struct tfs_inode *inode;
@@ -658,13 +658,13 @@ static int fill_step(struct tfs *fs, struct filling *f, tmb_u64 offset, tmb_u64 
 	size = tmb_load(&inode->size);
 	from = f->zeroed > size ? f->zeroed : size;
 	if (first && to < f->end)
-		err = expect_room(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(f->end), &f->only_own);
+		err = tfs_expect_room(fs, inode, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(f->end), &f->only_own);
 	if (!err && grows && from < to)
-		err = zero_range(fs, inode, from, to);
+		err = tfs_zero_range(fs, inode, from, to);
 	if (!err && f->mode & TFS_FALLOC_ZERO)
-		err = zero_range(fs, inode, offset, to);
+		err = tfs_zero_range(fs, inode, offset, to);
 	if (!err)
-		err = fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(to));
+		err = tfs_fill_holes(fs, inode, &w, offset >> TFS_BLOCK_SHIFT, tfs_blocks_of(to));
 	if (err)
 		tfs_write_trim_locked(fs, &w, 0);
 	tfs_barrier(fs);
@@ -681,7 +681,7 @@ static int fill_step(struct tfs *fs, struct filling *f, tmb_u64 offset, tmb_u64 
 }
 
 /* Frees what the steps of a failed call have added behind the file's end. */
-static void take_back(struct tfs *fs, struct filling *f, tmb_u64 from, tmb_u64 to)
+static void tfs_take_back(struct tfs *fs, struct tfs_filling *f, tmb_u64 from, tmb_u64 to)
 {
 	struct tfs_write w;
 
@@ -689,7 +689,7 @@ static void take_back(struct tfs *fs, struct filling *f, tmb_u64 from, tmb_u64 t
 		return;
 	w.added_from = from >> TFS_BLOCK_SHIFT;
 	w.added_to = tfs_blocks_of(to);
-	start_tx(fs, &w, w.added_from, w.added_to);
+	tfs_start_tx(fs, &w, w.added_from, w.added_to);
 	tfs_write_trim_locked(fs, &w, 0);
 	tfs_write_end_locked(fs, &w, 0, false, 0);
 	tfs_unlock(fs, &w.inode->lock);
@@ -698,7 +698,7 @@ static void take_back(struct tfs *fs, struct filling *f, tmb_u64 from, tmb_u64 t
 int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 offset, tmb_u64 len, tmb_s64 now)
 {
 	tmb_u64 end = offset + len, begin = offset;
-	struct filling f = {.h = h, .mode = mode, .end = end, .now = now};
+	struct tfs_filling f = {.h = h, .mode = mode, .end = end, .now = now};
 	int err = 0;
 
 	if (!len || end < offset)
@@ -706,17 +706,17 @@ int tfs_fallocate(struct tfs *fs, struct tfs_handle h, tmb_u32 mode, tmb_u64 off
 	if (end > TFS_MAX_SIZE)
 		return -EFBIG;
 	if (mode & TFS_FALLOC_PUNCH)
-		return punch_whole(fs, h, offset, end, now);
+		return tfs_punch_whole(fs, h, offset, end, now);
 	/* In steps, so that other members get the lock in between; the size last. */
 	while (!err && offset < end) {
 		tmb_u64 to = TFS_MIN(end, (offset / FALLOC_STEP + 1) * FALLOC_STEP);
 
-		err = fill_step(fs, &f, offset, to, offset == begin);
+		err = tfs_fill_step(fs, &f, offset, to, offset == begin);
 		if (!err)
 			offset = to;
 		tfs_os_yield();
 	}
 	if (err && offset > begin && f.only_own)
-		take_back(fs, &f, begin, offset);
+		tfs_take_back(fs, &f, begin, offset);
 	return err;
 }

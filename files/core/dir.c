@@ -9,17 +9,17 @@
  */
 #include "tfs_internal.h"
 
-#define SPACE_SEARCH 16u /* search_space() looks at this many blocks before a new one is added */
+#define SPACE_SEARCH 16u /* tfs_search_space() looks at this many blocks before a new one is added */
 #define READ_TRIES 100u
 
-static tmb_u64 mix(tmb_u64 h, tmb_u64 word)
+static tmb_u64 tfs_mix(tmb_u64 h, tmb_u64 word)
 {
 	h = (h ^ word) * 0x9e3779b97f4a7c15ULL;
 	return h ^ h >> 29;
 }
 
 /* Returns the last len < 8 bytes of a name of 'all' bytes. Loads as many at once as the name has; some of them twice, to the same place. */
-static inline tmb_u64 last_word(const char *name, tmb_u32 len, tmb_u32 all)
+static inline tmb_u64 tfs_last_word(const char *name, tmb_u32 len, tmb_u32 all)
 {
 	tmb_u64 word;
 	tmb_u32 first, last;
@@ -40,49 +40,49 @@ static inline tmb_u64 last_word(const char *name, tmb_u32 len, tmb_u32 all)
 }
 
 /* Of file systems from before TFS_INCOMPAT_KEYED_HASH. Names of one hash can be chosen whatever the seed is. */
-static TFS_SELDOM tmb_u32 unkeyed_hash(tmb_u64 seed, const char *name, tmb_u32 len)
+static TFS_SELDOM tmb_u32 tfs_unkeyed_hash(tmb_u64 seed, const char *name, tmb_u32 len)
 {
 	tmb_u64 h = seed ^ len, word;
 	tmb_u32 all = len;
 
 	for (; len >= 8; name += 8, len -= 8) {
 		memcpy(&word, name, 8);
-		h = mix(h, word);
+		h = tfs_mix(h, word);
 	}
 	if (len)
-		h = mix(h, last_word(name, len, all));
+		h = tfs_mix(h, tfs_last_word(name, len, all));
 	h *= 0xbf58476d1ce4e5b9ULL;
 	h ^= h >> 32;
 	return (tmb_u32)h;
 }
 
-struct sip {
+struct tfs_sip {
 	tmb_u64 a, b, c, d;
 };
 
-static inline tmb_u64 rotated(tmb_u64 x, tmb_u32 by)
+static inline tmb_u64 tfs_rotated(tmb_u64 x, tmb_u32 by)
 {
 	return x << by | x >> (64 - by);
 }
 
-static inline void sip_round(struct sip *v)
+static inline void tfs_sip_round(struct tfs_sip *v)
 {
 	v->a += v->b;
-	v->b = rotated(v->b, 13) ^ v->a;
-	v->a = rotated(v->a, 32);
+	v->b = tfs_rotated(v->b, 13) ^ v->a;
+	v->a = tfs_rotated(v->a, 32);
 	v->c += v->d;
-	v->d = rotated(v->d, 16) ^ v->c;
+	v->d = tfs_rotated(v->d, 16) ^ v->c;
 	v->a += v->d;
-	v->d = rotated(v->d, 21) ^ v->a;
+	v->d = tfs_rotated(v->d, 21) ^ v->a;
 	v->c += v->b;
-	v->b = rotated(v->b, 17) ^ v->c;
-	v->c = rotated(v->c, 32);
+	v->b = tfs_rotated(v->b, 17) ^ v->c;
+	v->c = tfs_rotated(v->c, 32);
 }
 
-static inline void sip_word(struct sip *v, tmb_u64 word)
+static inline void tfs_sip_word(struct tfs_sip *v, tmb_u64 word)
 {
 	v->d ^= word;
-	sip_round(v);
+	tfs_sip_round(v);
 	v->a ^= word;
 }
 
@@ -94,19 +94,19 @@ tmb_u32 tfs_hash(struct tfs *fs, const char *name, tmb_u32 len)
 {
 	tmb_u64 key = fs->hash_seed, other = key ^ 0x9e3779b97f4a7c15ULL, word, bytes = (tmb_u64)len << 56;
 	tmb_u32 all = len;
-	struct sip v = {key ^ 0x736f6d6570736575ULL, other ^ 0x646f72616e646f6dULL, key ^ 0x6c7967656e657261ULL, other ^ 0x7465646279746573ULL};
+	struct tfs_sip v = {key ^ 0x736f6d6570736575ULL, other ^ 0x646f72616e646f6dULL, key ^ 0x6c7967656e657261ULL, other ^ 0x7465646279746573ULL};
 
 	if (__builtin_expect(!fs->keyed, 0))
-		return unkeyed_hash(fs->hash_seed, name, len);
+		return tfs_unkeyed_hash(fs->hash_seed, name, len);
 	for (; len >= 8; name += 8, len -= 8) {
 		memcpy(&word, name, 8);
-		sip_word(&v, word);
+		tfs_sip_word(&v, word);
 	}
-	sip_word(&v, bytes | last_word(name, len, all));
+	tfs_sip_word(&v, bytes | tfs_last_word(name, len, all));
 	v.c ^= 0xff;
-	sip_round(&v);
-	sip_round(&v);
-	sip_round(&v);
+	tfs_sip_round(&v);
+	tfs_sip_round(&v);
+	tfs_sip_round(&v);
 	word = v.a ^ v.b ^ v.c ^ v.d;
 	return (tmb_u32)(word ^ word >> 32);
 }
@@ -121,7 +121,7 @@ tmb_u32 tfs_granules_of(tmb_u32 name_len)
  * on, the first word can't: it is zero but for bytes of names. These have no NUL, so where one reaches the byte of the type, the byte before it is
  * not zero.
  */
-static inline bool is_ref(tmb_u64 ref)
+static inline bool tfs_is_ref(tmb_u64 ref)
 {
 	return ref >> TFS_REF_TYPE_SHIFT && !(ref >> 48 & 0xff);
 }
@@ -132,11 +132,11 @@ bool tfs_entry_matches(struct tfs_dirent *entry, tmb_u32 left, const char *name,
 	tmb_u8 granules = tmb_load(&entry->granules);
 
 	*ref = tmb_load_acquire(&entry->ref);
-	return is_ref(*ref) && tmb_load(&entry->hash) == hash && tmb_load(&entry->name_len) == len && granules <= left &&
+	return tfs_is_ref(*ref) && tmb_load(&entry->hash) == hash && tmb_load(&entry->name_len) == len && granules <= left &&
 	       tfs_granules_of(len) <= granules && !memcmp(entry->name, name, len);
 }
 
-static int find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, struct tfs_slot *slot)
+static int tfs_find_by_scan(struct tfs *fs, struct tfs_inode *dir, tmb_u64 blocks, const char *name, tmb_u32 len, struct tfs_slot *slot)
 {
 	for (tmb_u64 b = 0; b < blocks; b++) {
 		struct tfs_dirent *block = tfs_granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
@@ -170,13 +170,13 @@ int tfs_dir_find(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb_u3
 	slot->rebuilt = false;
 	if (index_root)
 		return tfs_index_find(fs, dir, index_root, name, len, slot);
-	return find_by_scan(fs, dir, tfs_dir_blocks(fs, dir), name, len, slot);
+	return tfs_find_by_scan(fs, dir, tfs_dir_blocks(fs, dir), name, len, slot);
 }
 
 /* --- space for entries ------------------------------------------------------------------------------------------ */
 
 /* Finds a free run of at least 'need' granules in this block, merging neighbours. *have: its length; -1: none. */
-static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
+static int tfs_free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 {
 	for (tmb_u32 i = 0; i < TFS_GRANULES_PER_BLOCK;) {
 		tmb_u32 n = 0;
@@ -203,7 +203,7 @@ static int free_run(struct tfs_dirent *block, tmb_u32 need, tmb_u32 *have)
 	return -1;
 }
 
-static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
+static int tfs_add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 {
 	struct tfs_run run;
 	tmb_u64 taken = 0;
@@ -235,7 +235,7 @@ static int add_block(struct tfs *fs, struct tfs_inode *dir, tmb_u64 b)
 }
 
 /* Looks for free granules in at most 'most' blocks from 'b' on. -ENOSPC: none. */
-static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb_u64 b, tmb_u64 most, struct tfs_slot *slot, tmb_u32 *have)
+static int tfs_search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb_u64 b, tmb_u64 most, struct tfs_slot *slot, tmb_u32 *have)
 {
 	tmb_u64 blocks = tfs_dir_blocks(fs, dir);
 
@@ -249,7 +249,7 @@ static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb
 			return tfs_damage(fs, "directory block missing", tmb_load(&dir->root), b);
 		if (tfs_long_loop(fs, tries))
 			return -EINTR;
-		at = free_run(block, need, have);
+		at = tfs_free_run(block, need, have);
 		if (at >= 0) {
 			tmb_store(&dir->dir_hint, b);
 			slot->entry = block + at;
@@ -262,7 +262,7 @@ static int search_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, tmb
 	return -ENOSPC;
 }
 
-static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot, tmb_u32 *have)
+static int tfs_find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struct tfs_slot *slot, tmb_u32 *have)
 {
 	tmb_u64 blocks = tfs_dir_blocks(fs, dir), hint = tmb_load(&dir->dir_hint);
 	int err;
@@ -271,14 +271,14 @@ static int find_space(struct tfs *fs, struct tfs_inode *dir, tmb_u32 need, struc
 	if (blocks && tmb_load(&dir->free_granules) >= need) {
 		bool worth = tmb_load(&dir->free_granules) * 4 >= blocks * TFS_GRANULES_PER_BLOCK;
 
-		err = search_space(fs, dir, need, hint, worth ? SPACE_SEARCH : 1, slot, have);
+		err = tfs_search_space(fs, dir, need, hint, worth ? SPACE_SEARCH : 1, slot, have);
 		if (err != -ENOSPC)
 			return err;
 	}
-	err = add_block(fs, dir, blocks);
+	err = tfs_add_block(fs, dir, blocks);
 	if (err == -ENOSPC || err == -EDQUOT) {
 		/* Then the other blocks. */
-		int found = search_space(fs, dir, need, 0, blocks, slot, have);
+		int found = tfs_search_space(fs, dir, need, 0, blocks, slot, have);
 
 		return found == -ENOSPC ? err : found;
 	}
@@ -295,7 +295,7 @@ int tfs_dir_reserve(struct tfs *fs, struct tfs_inode *dir, const char *name, tmb
 {
 	tmb_u32 need = tfs_granules_of(len), have;
 	struct tfs_dirent *entry;
-	int err = find_space(fs, dir, need, slot, &have);
+	int err = tfs_find_space(fs, dir, need, slot, &have);
 
 	if (err)
 		return err;
@@ -328,7 +328,7 @@ void tfs_dir_forget(struct tfs *fs, struct tfs_inode *dir, const struct tfs_slot
 
 /* --- readers ------------------------------------------------------------------------------------------------------ */
 
-static inline int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
+static inline int tfs_live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode **dir)
 {
 	int err = tfs_live_inode(fs, h, dir);
 
@@ -341,7 +341,7 @@ static inline int live_dir(struct tfs *fs, struct tfs_handle h, struct tfs_inode
  * Waits until no writer changes the directory, and gives its sequence number. For a member that can take no lock. It sleeps at least once, so
  * a reader that always meets a writer yields the CPU and can be killed.
  */
-static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir, tmb_u64 *seq)
+static int tfs_wait_for_writer(struct tfs *fs, struct tfs_inode *dir, tmb_u64 *seq)
 {
 	struct tfs_wait w;
 
@@ -356,7 +356,7 @@ static int wait_for_writer(struct tfs *fs, struct tfs_inode *dir, tmb_u64 *seq)
 
 /* Waits for an even seq. After many tries it takes the directory's lock, which also cleans up after a dead writer; a read-only member takes
  * no lock. */
-static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
+static int tfs_read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u32 *tries, tmb_u64 *seq, bool *locked)
 {
 	int err;
 
@@ -367,13 +367,13 @@ static int read_begin(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir
 		tfs_os_relax();
 	}
 	if (fs->read_only)
-		return wait_for_writer(fs, dir, seq);
+		return tfs_wait_for_writer(fs, dir, seq);
 	err = tfs_lock_inode(fs, h);
 	*locked = !err;
 	return err;
 }
 
-static bool read_retry(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u64 seq, bool *locked)
+static bool tfs_read_retry(struct tfs *fs, tmb_u64 ino, struct tfs_inode *dir, tmb_u64 seq, bool *locked)
 {
 	if (*locked) {
 		tfs_unlock_inode(fs, ino);
@@ -391,14 +391,14 @@ int tfs_lookup(struct tfs *fs, struct tfs_handle h, const char *name, tmb_u32 le
 	tmb_u32 tries = 0;
 	bool locked = false;
 	tmb_u64 seq;
-	int err = live_dir(fs, h, &dir);
+	int err = tfs_live_dir(fs, h, &dir);
 
 	if (err)
 		return err;
 	if (!len || len > TFS_NAME_MAX)
 		return len ? -ENAMETOOLONG : -ENOENT;
 	do {
-		err = read_begin(fs, h, dir, &tries, &seq, &locked);
+		err = tfs_read_begin(fs, h, dir, &tries, &seq, &locked);
 		if (err)
 			return err;
 		err = tfs_dir_find(fs, dir, name, len, &slot);
@@ -409,7 +409,7 @@ int tfs_lookup(struct tfs *fs, struct tfs_handle h, const char *name, tmb_u32 le
 			found->generation = inode ? (tmb_u32)(tmb_load(&inode->state_gen) >> TFS_GEN_SHIFT) : 0;
 		}
 		tries++;
-	} while (read_retry(fs, h.ino, dir, seq, &locked));
+	} while (tfs_read_retry(fs, h.ino, dir, seq, &locked));
 	if (!tfs_is(dir, h))
 		return -ESTALE;
 	if (err)
@@ -431,11 +431,11 @@ tmb_u64 tfs_parent(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *dir;
 
-	return live_dir(fs, h, &dir) ? 0 : tmb_load(&dir->parent) & TFS_REF_INO_MASK;
+	return tfs_live_dir(fs, h, &dir) ? 0 : tmb_load(&dir->parent) & TFS_REF_INO_MASK;
 }
 
 /* Copies one block at a moment when no writer changes the directory. */
-static int copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u64 b, struct tfs_dirent *copy)
+static int tfs_copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir, tmb_u64 b, struct tfs_dirent *copy)
 {
 	tmb_u32 tries = 0;
 	bool locked = false;
@@ -445,7 +445,7 @@ static int copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir
 	do {
 		struct tfs_dirent *block;
 
-		err = read_begin(fs, h, dir, &tries, &seq, &locked);
+		err = tfs_read_begin(fs, h, dir, &tries, &seq, &locked);
 		if (err)
 			return err;
 		block = tfs_granule_at(fs, dir, b * TFS_GRANULES_PER_BLOCK);
@@ -454,7 +454,7 @@ static int copy_block(struct tfs *fs, struct tfs_handle h, struct tfs_inode *dir
 		else
 			err = -EUCLEAN;
 		tries++;
-	} while (read_retry(fs, h.ino, dir, seq, &locked));
+	} while (tfs_read_retry(fs, h.ino, dir, seq, &locked));
 	if (!tfs_is(dir, h))
 		return -ESTALE;
 	return err ? tfs_damage(fs, "directory block missing", h.ino, b) : 0;
@@ -464,7 +464,7 @@ int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit
 {
 	struct tfs_inode *dir;
 	struct tfs_dirent *copy;
-	int err = live_dir(fs, h, &dir);
+	int err = tfs_live_dir(fs, h, &dir);
 
 	if (err)
 		return err;
@@ -475,7 +475,7 @@ int tfs_readdir(struct tfs *fs, struct tfs_handle h, tmb_u64 *pos, tfs_emit emit
 		tmb_u64 b = *pos / TFS_GRANULES_PER_BLOCK;
 		tmb_u32 i = 0;
 
-		err = copy_block(fs, h, dir, b, copy);
+		err = tfs_copy_block(fs, h, dir, b, copy);
 		if (!err)
 			err = tfs_long_loop(fs, b);
 		if (err)

@@ -18,7 +18,7 @@
 
 #define NO_ROOM 1 /* the table must grow first */
 
-struct table {
+struct tfs_table {
 	struct tfs *fs;
 	struct tfs_inode *inode;
 	tmb_u64 root, blocks;
@@ -29,19 +29,19 @@ struct table {
 /* --- the table's lock --------------------------------------------------------------------------------------------- */
 
 /* Returns the lock of the table; NULL: it is the inode's own. */
-static struct tmb_lock *own_lock(struct tfs_inode *inode)
+static struct tmb_lock *tfs_own_lock(struct tfs_inode *inode)
 {
 	return TFS_IS(tmb_load(&inode->mode), TFS_MODE_DIR) ? NULL : tfs_table_lock(inode);
 }
 
-static void unlock_table(struct tfs *fs, struct tfs_inode *inode)
+static void tfs_table_unlock(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct tmb_lock *lock = own_lock(inode);
+	struct tmb_lock *lock = tfs_own_lock(inode);
 
 	tfs_unlock(fs, lock ? lock : &inode->lock);
 }
 
-static int lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **out)
+static int tfs_lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, struct tfs_inode **out)
 {
 	struct tfs_inode *inode = *out = tfs_inode(fs, h.ino);
 	struct tmb_lock *lock;
@@ -49,13 +49,13 @@ static int lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, str
 
 	if (!inode)
 		return -ESTALE;
-	lock = own_lock(inode);
+	lock = tfs_own_lock(inode);
 	/* A release may come when its file is closed, and gone. Then the words of the table's lock may be a directory's. */
 	err = lock ? tfs_lock_of(fs, lock, how, inode, h) : tfs_lock(fs, &inode->lock, how);
 	if (err)
 		return err;
 	/* An inode keeps its type for life, and a later inode with its number is not the handle's. */
-	if (tfs_is(inode, h) && own_lock(inode) == lock)
+	if (tfs_is(inode, h) && tfs_own_lock(inode) == lock)
 		return 0;
 	tfs_unlock(fs, lock ? lock : &inode->lock);
 	return -ESTALE;
@@ -63,14 +63,14 @@ static int lock_table(struct tfs *fs, struct tfs_handle h, enum tfs_how how, str
 
 int tfs_lock_table_to_free(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct tmb_lock *lock = own_lock(inode);
+	struct tmb_lock *lock = tfs_own_lock(inode);
 
 	return lock && tmb_load(&inode->locks) ? tfs_lock(fs, lock, TFS_SURE) : 0;
 }
 
 void tfs_unlock_table(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct tmb_lock *lock = own_lock(inode);
+	struct tmb_lock *lock = tfs_own_lock(inode);
 
 	if (lock && tmb_load(&inode->locks))
 		tfs_unlock(fs, lock);
@@ -78,7 +78,7 @@ void tfs_unlock_table(struct tfs *fs, struct tfs_inode *inode)
 
 /* --- records ------------------------------------------------------------------------------------------------------ */
 
-static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct tfs_inode *inode)
+static struct tfs_lock_head *tfs_table_open(struct tfs_table *t, struct tfs *fs, struct tfs_inode *inode)
 {
 	struct tfs_run run;
 
@@ -96,7 +96,7 @@ static struct tfs_lock_head *table_open(struct table *t, struct tfs *fs, struct 
 }
 
 /* Returns record i of the table; NULL: past the end. */
-static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
+static struct tfs_lock_record *tfs_record_at(struct tfs_table *t, tmb_u64 i)
 {
 	tmb_u64 at = i + 1, block = at / TFS_LOCK_RECORDS; /* place 0 of block 0 is the head */
 	struct tfs_run run;
@@ -113,7 +113,7 @@ static struct tfs_lock_record *record_at(struct table *t, tmb_u64 i)
 }
 
 /* Adds a block of free records. The caller holds both locks. */
-static int table_grow(struct table *t)
+static int tfs_table_grow(struct tfs_table *t)
 {
 	struct tfs_run run;
 	tmb_u64 taken = 0;
@@ -146,35 +146,35 @@ static int table_grow(struct table *t)
 	return 0;
 }
 
-static bool counts(struct tfs *fs, tmb_u64 holder)
+static bool tfs_counts(struct tfs *fs, tmb_u64 holder)
 {
 	return holder && tfs_member_alive(fs, tmb_lock_owner(holder), (tmb_u32)(holder >> 32));
 }
 
-static tmb_u64 self_word(struct tfs *fs)
+static tmb_u64 tfs_self_word(struct tfs *fs)
 {
 	return tmb_lock_word(fs->member, fs->epoch, 0);
 }
 
-static bool same_owner(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+static bool tfs_same_owner(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
 {
-	return tmb_load(&r->holder) == self_word(fs) && tmb_load(&r->owner) == lock->owner && tmb_load(&r->kind) == lock->kind;
+	return tmb_load(&r->holder) == tfs_self_word(fs) && tmb_load(&r->owner) == lock->owner && tmb_load(&r->kind) == lock->kind;
 }
 
 /* Returns whether the record's type and range exclude 'lock'. */
-static bool excludes(const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+static bool tfs_excludes(const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
 {
 	return (tmb_load(&r->type) == TFS_LK_WRITE || lock->type == TFS_LK_WRITE) && tmb_load(&r->start) <= lock->end &&
 	       tmb_load(&r->end) >= lock->start;
 }
 
-static bool conflicts(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
+static bool tfs_conflicts(struct tfs *fs, const struct tfs_lock_record *r, const struct tfs_file_lock *lock)
 {
-	return counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !same_owner(fs, r, lock) && excludes(r, lock);
+	return tfs_counts(fs, tmb_load(&r->holder)) && tmb_load(&r->kind) == lock->kind && !tfs_same_owner(fs, r, lock) && tfs_excludes(r, lock);
 }
 
-static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type,
-		 tmb_u64 order)
+static void tfs_fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_file_lock *lock, tmb_u64 start, tmb_u64 end, tmb_u32 type,
+		     tmb_u64 order)
 {
 	tmb_store(&r->owner, lock->owner);
 	tmb_store(&r->start, start);
@@ -187,7 +187,7 @@ static void fill(struct tfs_lock_record *r, tmb_u64 holder, const struct tfs_fil
 }
 
 /* The order in which F_GETLK chooses among conflicting locks. Linux orders owners by arrival and an owner's locks by their start. */
-static bool comes_before(const struct tfs_lock_record *a, const struct tfs_lock_record *b)
+static bool tfs_comes_before(const struct tfs_lock_record *a, const struct tfs_lock_record *b)
 {
 	tmb_u64 first = tmb_load(&a->order), second = tmb_load(&b->order);
 
@@ -195,54 +195,54 @@ static bool comes_before(const struct tfs_lock_record *a, const struct tfs_lock_
 }
 
 /* Returns a free record; NULL: none. */
-static struct tfs_lock_record *free_record(struct table *t)
+static struct tfs_lock_record *tfs_free_record(struct tfs_table *t)
 {
 	struct tfs_lock_record *r;
 
-	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
-		if (!counts(t->fs, tmb_load(&r->holder)))
+	for (tmb_u64 i = 0; (r = tfs_record_at(t, i)); i++)
+		if (!tfs_counts(t->fs, tmb_load(&r->holder)))
 			return r;
 	return NULL;
 }
 
 /* Returns whether 'need' records are free. */
-static bool has_room(struct table *t, tmb_u32 need)
+static bool tfs_has_room(struct tfs_table *t, tmb_u32 need)
 {
 	struct tfs_lock_record *r;
 
-	for (tmb_u64 i = 0; need && (r = record_at(t, i)); i++)
-		need -= !counts(t->fs, tmb_load(&r->holder));
+	for (tmb_u64 i = 0; need && (r = tfs_record_at(t, i)); i++)
+		need -= !tfs_counts(t->fs, tmb_load(&r->holder));
 	return !need;
 }
 
 /* Returns whether the range lies inside one of this owner's records, so that removing it leaves two. */
-static bool is_split(struct table *t, const struct tfs_file_lock *lock)
+static bool tfs_is_split(struct tfs_table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
 
-	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
-		if (same_owner(t->fs, r, lock) && tmb_load(&r->start) < lock->start && tmb_load(&r->end) > lock->end)
+	for (tmb_u64 i = 0; (r = tfs_record_at(t, i)); i++)
+		if (tfs_same_owner(t->fs, r, lock) && tmb_load(&r->start) < lock->start && tmb_load(&r->end) > lock->end)
 			return true;
 	return false;
 }
 
 /* Removes [start, end] from this owner's records. One of them may be split: the caller has checked that there is room. True: something was
  * removed. */
-static bool cut_out(struct table *t, const struct tfs_file_lock *lock)
+static bool tfs_cut_out(struct tfs_table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r, *rest;
 	bool gave = false;
 
-	for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
+	for (tmb_u64 i = 0; (r = tfs_record_at(t, i)); i++) {
 		tmb_u64 start = tmb_load(&r->start), end = tmb_load(&r->end);
 
-		if (!same_owner(t->fs, r, lock) || start > lock->end || end < lock->start)
+		if (!tfs_same_owner(t->fs, r, lock) || start > lock->end || end < lock->start)
 			continue;
 		gave = true;
 		if (start < lock->start && end > lock->end) {
-			rest = free_record(t);
+			rest = tfs_free_record(t);
 			if (rest)
-				fill(rest, self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type), tmb_load(&r->order));
+				tfs_fill(rest, tfs_self_word(t->fs), lock, lock->end + 1, end, tmb_load(&r->type), tmb_load(&r->order));
 			tmb_store_release(&r->end, lock->start - 1);
 		} else if (start < lock->start) {
 			tmb_store_release(&r->end, lock->start - 1);
@@ -256,7 +256,7 @@ static bool cut_out(struct table *t, const struct tfs_file_lock *lock)
 }
 
 /* Extends the new range by this owner's records of the same type that touch it, and removes these. */
-static void absorb(struct table *t, struct tfs_file_lock *lock)
+static void tfs_absorb(struct tfs_table *t, struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
 	bool more = true;
@@ -264,10 +264,10 @@ static void absorb(struct table *t, struct tfs_file_lock *lock)
 	/* After one pass the range can touch no further record, so the second pass finds none. */
 	for (int times = 0; more && times < 3; times++) {
 		more = false;
-		for (tmb_u64 i = 0; (r = record_at(t, i)); i++) {
+		for (tmb_u64 i = 0; (r = tfs_record_at(t, i)); i++) {
 			tmb_u64 start = tmb_load(&r->start), end = tmb_load(&r->end);
 
-			if (!same_owner(t->fs, r, lock) || tmb_load(&r->type) != lock->type ||
+			if (!tfs_same_owner(t->fs, r, lock) || tmb_load(&r->type) != lock->type ||
 			    (lock->end != ~0ULL && start > lock->end + 1) || (end != ~0ULL && end + 1 < lock->start))
 				continue;
 			lock->start = TFS_MIN(lock->start, start);
@@ -278,41 +278,41 @@ static void absorb(struct table *t, struct tfs_file_lock *lock)
 	}
 }
 
-static void wake(struct tfs *fs, struct tfs_inode *inode)
+static void tfs_wake(struct tfs *fs, struct tfs_inode *inode)
 {
-	struct table t;
-	struct tfs_lock_head *head = table_open(&t, fs, inode);
+	struct tfs_table t;
+	struct tfs_lock_head *head = tfs_table_open(&t, fs, inode);
 
 	if (head && tmb_load(&head->waiters))
 		tfs_ring_members(fs, tmb_exchange(&head->waiters, 0), TMB_PENDING_LOCK);
 }
 
-static struct tfs_lock_record *find_own(struct table *t, const struct tfs_file_lock *lock)
+static struct tfs_lock_record *tfs_find_own(struct tfs_table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
 
-	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
-		if (same_owner(t->fs, r, lock))
+	for (tmb_u64 i = 0; (r = tfs_record_at(t, i)); i++)
+		if (tfs_same_owner(t->fs, r, lock))
 			return r;
 	return NULL;
 }
 
-static bool is_in_the_way(struct table *t, const struct tfs_file_lock *lock)
+static bool tfs_is_in_the_way(struct tfs_table *t, const struct tfs_file_lock *lock)
 {
 	struct tfs_lock_record *r;
 
-	for (tmb_u64 i = 0; (r = record_at(t, i)); i++)
-		if (conflicts(t->fs, r, lock))
+	for (tmb_u64 i = 0; (r = tfs_record_at(t, i)); i++)
+		if (tfs_conflicts(t->fs, r, lock))
 			return true;
 	return false;
 }
 
 /* NO_ROOM: nothing is changed, except that a flock that was to change its type is released. */
-static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_lock lock)
+static int tfs_set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_lock lock)
 {
-	struct table t;
-	struct tfs_lock_head *head = table_open(&t, fs, inode);
-	struct tfs_lock_record *own = head ? find_own(&t, &lock) : NULL, *r;
+	struct tfs_table t;
+	struct tfs_lock_head *head = tfs_table_open(&t, fs, inode);
+	struct tfs_lock_record *own = head ? tfs_find_own(&t, &lock) : NULL, *r;
 	bool taking = lock.type != TFS_LK_UNLOCK;
 	tmb_u64 order = own ? tmb_load(&own->order) : 0;
 
@@ -323,39 +323,39 @@ static int set_locked(struct tfs *fs, struct tfs_inode *inode, struct tfs_file_l
 			return 0;
 		/* As flock(2) does: the old lock is released first, even if the new one can't be taken. So two owners that convert don't wait for
 		 * each other. */
-		cut_out(&t, &lock);
-		wake(fs, inode);
+		tfs_cut_out(&t, &lock);
+		tfs_wake(fs, inode);
 	}
-	if (taking && head && is_in_the_way(&t, &lock)) {
+	if (taking && head && tfs_is_in_the_way(&t, &lock)) {
 		tmb_fetch_or(&head->waiters, 1ULL << fs->member);
 		return -EAGAIN;
 	}
-	if (!has_room(&t, is_split(&t, &lock) + taking))
+	if (!tfs_has_room(&t, tfs_is_split(&t, &lock) + taking))
 		return NO_ROOM;
-	bool gave = cut_out(&t, &lock);
+	bool gave = tfs_cut_out(&t, &lock);
 	if (taking) {
 		if (lock.kind == TFS_LK_POSIX)
-			absorb(&t, &lock);
+			tfs_absorb(&t, &lock);
 		if (!own) {
 			order = tmb_load(&head->orders) + 1;
 			tmb_store(&head->orders, order);
 		}
-		r = free_record(&t);
+		r = tfs_free_record(&t);
 		if (!r)
 			return tfs_damage(fs, "file-lock records changing", lock.start, lock.end);
-		fill(r, self_word(fs), &lock, lock.start, lock.end, lock.type, order);
+		tfs_fill(r, tfs_self_word(fs), &lock, lock.start, lock.end, lock.type, order);
 	}
 	if (gave)
-		wake(fs, inode);
+		tfs_wake(fs, inode);
 	return 0;
 }
 
 /* -EAGAIN: the lock of the inode or of the table is kept. */
-static int grow_once(struct tfs *fs, struct tfs_handle h)
+static int tfs_grow_once(struct tfs *fs, struct tfs_handle h)
 {
 	struct tfs_inode *inode;
 	struct tmb_lock *lock;
-	struct table t;
+	struct tfs_table t;
 	tmb_u32 slot;
 	int err = tfs_tx_begin(fs, &slot);
 
@@ -364,14 +364,14 @@ static int grow_once(struct tfs *fs, struct tfs_handle h)
 	err = tfs_lock_inode_as(fs, h, TFS_BRIEFLY, &inode);
 	if (err)
 		goto end;
-	lock = own_lock(inode);
+	lock = tfs_own_lock(inode);
 	if (lock)
 		err = tfs_lock(fs, lock, TFS_BRIEFLY);
 	if (!err) {
-		table_open(&t, fs, inode);
-		if (!has_room(&t, 2)) {
+		tfs_table_open(&t, fs, inode);
+		if (!tfs_has_room(&t, 2)) {
 			tfs_tx_inode(fs, slot, 0, h.ino);
-			err = table_grow(&t);
+			err = tfs_table_grow(&t);
 		}
 		if (lock)
 			tfs_unlock(fs, lock);
@@ -385,18 +385,18 @@ end:
 }
 
 /* Adds a block to the table, unless it has gained enough room since the caller looked. */
-static int grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
+static int tfs_grow(struct tfs *fs, struct tfs_handle h, enum tfs_how how)
 {
 	struct tfs_inode *inode;
 	int err;
 
-	while ((err = grow_once(fs, h)) == -EAGAIN) {
+	while ((err = tfs_grow_once(fs, h)) == -EAGAIN) {
 		err = tfs_await_inode(fs, h, how);
 		if (!err)
-			err = lock_table(fs, h, how, &inode);
+			err = tfs_lock_table(fs, h, how, &inode);
 		if (err)
 			break;
-		unlock_table(fs, inode);
+		tfs_table_unlock(fs, inode);
 	}
 	return err;
 }
@@ -411,14 +411,14 @@ int tfs_set_lock(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock
 		return -EINVAL;
 	/* A pass without room adds a block, so a sound table is full after MAX_BLOCKS passes, whatever other members take meanwhile. */
 	for (tmb_u32 grown = 0; grown <= MAX_BLOCKS; grown++) {
-		err = lock_table(fs, h, how, &inode);
+		err = tfs_lock_table(fs, h, how, &inode);
 		if (err)
 			return err;
-		err = set_locked(fs, inode, *lock);
-		unlock_table(fs, inode);
+		err = tfs_set_locked(fs, inode, *lock);
+		tfs_table_unlock(fs, inode);
 		if (err != NO_ROOM)
 			return err;
-		err = grow(fs, h, how);
+		err = tfs_grow(fs, h, how);
 		if (err)
 			return err;
 	}
@@ -429,14 +429,14 @@ int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock
 {
 	struct tfs_inode *inode;
 	struct tfs_lock_record *r, *found = NULL;
-	struct table t;
-	int err = lock_table(fs, h, TFS_KILLABLE, &inode);
+	struct tfs_table t;
+	int err = tfs_lock_table(fs, h, TFS_KILLABLE, &inode);
 
 	if (err)
 		return err;
-	table_open(&t, fs, inode);
-	for (tmb_u64 i = 0; (r = record_at(&t, i)); i++)
-		if (conflicts(fs, r, lock) && (!found || comes_before(r, found)))
+	tfs_table_open(&t, fs, inode);
+	for (tmb_u64 i = 0; (r = tfs_record_at(&t, i)); i++)
+		if (tfs_conflicts(fs, r, lock) && (!found || tfs_comes_before(r, found)))
 			found = r;
 	if (found) {
 		lock->type = tmb_load(&found->type);
@@ -448,33 +448,33 @@ int tfs_get_lock(struct tfs *fs, struct tfs_handle h, struct tfs_file_lock *lock
 	} else {
 		lock->type = TFS_LK_UNLOCK;
 	}
-	unlock_table(fs, inode);
+	tfs_table_unlock(fs, inode);
 	return 0;
 }
 
 /* --- waiting ------------------------------------------------------------------------------------------------------ */
 
-struct waiter {
+struct tfs_lock_waiter {
 	tmb_u32 member;
 	tmb_u64 owner;
 };
 
-static bool is_same(struct waiter a, struct waiter b)
+static bool tfs_is_same(struct tfs_lock_waiter a, struct tfs_lock_waiter b)
 {
 	return a.member == b.member && a.owner == b.owner;
 }
 
 /* A search for a deadlock: for a chain of waits that ends at 'end'. */
-struct search {
+struct tfs_search {
 	struct tfs *fs;
-	struct waiter end;
+	struct tfs_lock_waiter end;
 	tmb_u32 looks; /* at so many more records */
 };
 
-static bool is_blocked(struct search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, tmb_u32 depth);
+static bool tfs_is_blocked(struct tfs_search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct tfs_lock_waiter waiting, tmb_u32 depth);
 
 /* Does one of the waits of 'holder' lead to the end? */
-static bool waits_for_end(struct search *s, struct waiter holder, tmb_u32 depth)
+static bool tfs_waits_for_end(struct tfs_search *s, struct tfs_lock_waiter holder, tmb_u32 depth)
 {
 	struct tfs_member_area *area = tfs_member_area(s->fs, holder.member);
 
@@ -483,7 +483,7 @@ static bool waits_for_end(struct search *s, struct waiter holder, tmb_u32 depth)
 		tmb_u64 ino = tmb_load_acquire(&w->ino);
 		struct tfs_file_lock wanted = {.start = tmb_load(&w->start), .end = tmb_load(&w->end), .type = tmb_load(&w->type)};
 
-		if (ino && tmb_load(&w->owner) == holder.owner && is_blocked(s, ino, &wanted, holder, depth))
+		if (ino && tmb_load(&w->owner) == holder.owner && tfs_is_blocked(s, ino, &wanted, holder, depth))
 			return true;
 	}
 	return false;
@@ -493,38 +493,38 @@ static bool waits_for_end(struct search *s, struct waiter holder, tmb_u32 depth)
  * Is 'waiting', which wants 'lock' on an inode, blocked by the end of the search, directly or along at most 'depth' - 1 other owners? Reads records
  * of other inodes without their locks: each side stores its wait before it looks, so of two that wait for each other at least one sees it.
  */
-static bool is_blocked(struct search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter waiting, tmb_u32 depth)
+static bool tfs_is_blocked(struct tfs_search *s, tmb_u64 ino, const struct tfs_file_lock *lock, struct tfs_lock_waiter waiting, tmb_u32 depth)
 {
 	struct tfs_inode *inode = tfs_inode(s->fs, ino);
 	struct tfs_lock_record *r;
-	struct table t;
+	struct tfs_table t;
 
-	if (!depth || !inode || !table_open(&t, s->fs, inode))
+	if (!depth || !inode || !tfs_table_open(&t, s->fs, inode))
 		return false;
-	for (tmb_u64 i = 0; s->looks && (r = record_at(&t, i)); i++, s->looks--) {
+	for (tmb_u64 i = 0; s->looks && (r = tfs_record_at(&t, i)); i++, s->looks--) {
 		tmb_u64 word = tmb_load(&r->holder);
-		struct waiter holder = {.member = tmb_lock_owner(word), .owner = tmb_load(&r->owner)};
+		struct tfs_lock_waiter holder = {.member = tmb_lock_owner(word), .owner = tmb_load(&r->owner)};
 
-		if (!counts(s->fs, word) || is_same(holder, waiting) || tmb_load(&r->kind) != TFS_LK_POSIX || !excludes(r, lock))
+		if (!tfs_counts(s->fs, word) || tfs_is_same(holder, waiting) || tmb_load(&r->kind) != TFS_LK_POSIX || !tfs_excludes(r, lock))
 			continue;
-		if (is_same(holder, s->end) || waits_for_end(s, holder, depth - 1))
+		if (tfs_is_same(holder, s->end) || tfs_waits_for_end(s, holder, depth - 1))
 			return true;
 	}
 	return false;
 }
 
 /* Would a wait of 'self' for a POSIX lock never end? */
-static bool is_deadlock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct waiter self)
+static bool tfs_is_deadlock(struct tfs *fs, tmb_u64 ino, const struct tfs_file_lock *lock, struct tfs_lock_waiter self)
 {
-	struct search s = {.fs = fs, .end = self, .looks = MAX_LOOKS};
+	struct tfs_search s = {.fs = fs, .end = self, .looks = MAX_LOOKS};
 
-	return is_blocked(&s, ino, lock, self, MAX_DEPTH);
+	return tfs_is_blocked(&s, ino, lock, self, MAX_DEPTH);
 }
 
 int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_file_lock *lock)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
-	struct waiter self = {.member = fs->member, .owner = lock->owner};
+	struct tfs_lock_waiter self = {.member = fs->member, .owner = lock->owner};
 
 	for (tmb_u32 i = 0; lock->kind == TFS_LK_POSIX && i < TFS_LOCK_WAITS; i++) {
 		struct tfs_lock_wait *w = &area->waits[i];
@@ -537,14 +537,14 @@ int tfs_lock_wait_begin(struct tfs *fs, struct tfs_handle h, const struct tfs_fi
 		tmb_store(&w->type, lock->type);
 		tmb_store_release(&w->ino, h.ino);
 		tmb_fence();
-		if (is_deadlock(fs, h.ino, lock, self)) {
+		if (tfs_is_deadlock(fs, h.ino, lock, self)) {
 			tfs_lock_wait_end(fs, (int)i);
 			return -EDEADLK;
 		}
 		return (int)i;
 	}
 	/* Other members can't see this waiter, so it only looks for itself. */
-	return lock->kind == TFS_LK_POSIX && is_deadlock(fs, h.ino, lock, self) ? -EDEADLK : (int)TFS_LOCK_WAITS;
+	return lock->kind == TFS_LK_POSIX && tfs_is_deadlock(fs, h.ino, lock, self) ? -EDEADLK : (int)TFS_LOCK_WAITS;
 }
 
 void tfs_lock_wait_end(struct tfs *fs, int slot)

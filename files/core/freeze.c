@@ -20,48 +20,48 @@
 #define TAG 0xffffff
 #define RENEWED 2
 
-static tmb_u64 own_freeze(struct tfs *fs, tmb_u32 tag)
+static tmb_u64 tfs_own_freeze(struct tfs *fs, tmb_u32 tag)
 {
 	return tmb_lock_word(fs->member, fs->epoch, tag);
 }
 
 /* Replaces the word by 'next' while it is this member's. -ESTALE: it is not. */
-static int exchange_own(struct tfs *fs, tmb_u64 (*next)(struct tfs *fs, tmb_u64 now))
+static int tfs_exchange_own(struct tfs *fs, tmb_u64 (*next)(struct tfs *fs, tmb_u64 now))
 {
 	tmb_u64 *word = &tfs_sb(fs)->freeze, now;
 
 	do {
 		now = tmb_load(word);
-		if (((now ^ own_freeze(fs, 0)) & OWNER) != 0)
+		if (((now ^ tfs_own_freeze(fs, 0)) & OWNER) != 0)
 			return -ESTALE;
 	} while (!tmb_cas64(word, now, next(fs, now)));
 	return 0;
 }
 
 /* The next freeze of this epoch goes on counting: others must not take it for this one. */
-static tmb_u64 next_word(struct tfs *fs)
+static tmb_u64 tfs_next_word(struct tfs *fs)
 {
 	tmb_u32 tag = (tmb_load(&fs->freeze_tag) + 1) & TAG;
 
 	tag = tag < RENEWED ? RENEWED : tag;
 	tmb_store(&fs->freeze_tag, tag);
-	return own_freeze(fs, tag);
+	return tfs_own_freeze(fs, tag);
 }
 
-static tmb_u64 renewed(struct tfs *fs, tmb_u64 now)
+static tmb_u64 tfs_renewed(struct tfs *fs, tmb_u64 now)
 {
 	(void)now;
-	return next_word(fs);
+	return tfs_next_word(fs);
 }
 
-static tmb_u64 none(struct tfs *fs, tmb_u64 now)
+static tmb_u64 tfs_none(struct tfs *fs, tmb_u64 now)
 {
 	(void)fs, (void)now;
 	return 0;
 }
 
 /* Ends a freeze of another member that is not renewed. One thread looks at a time, so that 'freeze_since' is of 'freeze_seen'. */
-static void end_idle(struct tfs *fs)
+static void tfs_end_idle(struct tfs *fs)
 {
 	tmb_u64 *word = &tfs_sb(fs)->freeze, now;
 
@@ -88,7 +88,7 @@ bool tfs_frozen(struct tfs *fs)
 		tmb_cas64(word, now, 0);
 		return false;
 	}
-	end_idle(fs);
+	tfs_end_idle(fs);
 	return tmb_load(word) != 0;
 }
 
@@ -109,7 +109,7 @@ int tfs_wait_thaw(struct tfs *fs)
 }
 
 /* Waits for the end of a member's transactions, as long as it lives. */
-static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
+static int tfs_end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 {
 	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
 		struct tfs_tx *tx = &tfs_member_area(fs, member)->tx[i];
@@ -126,13 +126,13 @@ static int end_of_transactions(struct tfs *fs, tmb_u32 member, tmb_u64 since)
 }
 
 /* Waits for the operations that began before the freeze, and revokes all mappings. */
-static int settle(struct tfs *fs)
+static int tfs_settle(struct tfs *fs)
 {
 	tmb_u64 inodes, since = tfs_os_clock();
 	int err = tfs_recover_all(fs);
 
 	for (tmb_u32 m = 0; m < TFS_MEMBERS && !err; m++) {
-		err = m == fs->member ? 0 : end_of_transactions(fs, m, since);
+		err = m == fs->member ? 0 : tfs_end_of_transactions(fs, m, since);
 		if (!err)
 			err = tfs_renew_freeze(fs);
 	}
@@ -164,9 +164,9 @@ int tfs_freeze(struct tfs *fs)
 
 	if (fs->read_only)
 		return -EROFS;
-	if (tfs_frozen(fs) || !tmb_cas64(word, 0, next_word(fs)))
+	if (tfs_frozen(fs) || !tmb_cas64(word, 0, tfs_next_word(fs)))
 		return -EBUSY;
-	err = settle(fs);
+	err = tfs_settle(fs);
 	if (err)
 		tfs_thaw(fs);
 	return err;
@@ -174,10 +174,10 @@ int tfs_freeze(struct tfs *fs)
 
 int tfs_renew_freeze(struct tfs *fs)
 {
-	return exchange_own(fs, renewed);
+	return tfs_exchange_own(fs, tfs_renewed);
 }
 
 int tfs_thaw(struct tfs *fs)
 {
-	return exchange_own(fs, none);
+	return tfs_exchange_own(fs, tfs_none);
 }

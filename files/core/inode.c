@@ -30,7 +30,7 @@ int tfs_refuse(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
 }
 
 /* The count is durable before any new record is claimed: a recovery looks at no more records than it says. */
-static void set_inodes(struct tfs *fs, tmb_u64 n)
+static void tfs_set_inodes(struct tfs *fs, tmb_u64 n)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 
@@ -39,7 +39,7 @@ static void set_inodes(struct tfs *fs, tmb_u64 n)
 	tfs_barrier(fs);
 }
 
-static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
+static int tfs_grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	tmb_u64 had, most = tfs_most_inodes(fs), taken = 0;
@@ -63,12 +63,12 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 		}
 		if (!err && there.block) {
 			tfs_set_map(fs, run.block, run.count, TFS_MAP_FREE);
-			set_inodes(fs, had + there.count * TFS_INODES_PER_BLOCK);
+			tfs_set_inodes(fs, had + there.count * TFS_INODES_PER_BLOCK);
 		} else if (!err) {
 			memset(tfs_block(fs, run.block), 0, run.count << TFS_BLOCK_SHIFT);
 			err = tfs_tree_add(fs, &sb->itable_root, had / TFS_INODES_PER_BLOCK, &run, TFS_MAP_USED, &taken);
 			if (!err)
-				set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
+				tfs_set_inodes(fs, had + run.count * TFS_INODES_PER_BLOCK);
 		}
 	}
 	tfs_unlock(fs, &sb->itable_lock);
@@ -77,7 +77,7 @@ static int grow_table(struct tfs *fs, tmb_u32 slot, tmb_u64 seen)
 }
 
 /* The member that freed the record holds its lock a moment longer, and may have died with it: a new file there would wait for the recovery. */
-static bool is_locked(struct tfs *fs, struct tfs_inode *inode)
+static bool tfs_is_locked(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u32 owner, epoch = (tmb_u32)(tmb_load(&inode->lock.word) >> 32);
 
@@ -86,17 +86,17 @@ static bool is_locked(struct tfs *fs, struct tfs_inode *inode)
 	return tfs_member_alive(fs, owner, epoch) || tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch;
 }
 
-static bool claim(struct tfs *fs, struct tfs_inode *inode)
+static bool tfs_claim(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 old = tmb_load(&inode->state_gen);
 	tmb_u64 generation = old >> TFS_GEN_SHIFT ? old & ~0xffffffffULL : 1ULL << TFS_GEN_SHIFT;
 
-	return (old & 0xff) == TFS_INODE_FREE && !is_locked(fs, inode) &&
+	return (old & 0xff) == TFS_INODE_FREE && !tfs_is_locked(fs, inode) &&
 	       tmb_cas64(&inode->state_gen, old, generation | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW);
 }
 
 /* Returns whether too few records are free for a search to be worth it. */
-static bool table_is_full(struct tfs *fs, tmb_u64 inodes)
+static bool tfs_table_is_full(struct tfs *fs, tmb_u64 inodes)
 {
 	tmb_u64 used = tfs_inodes_used(fs);
 
@@ -104,7 +104,7 @@ static bool table_is_full(struct tfs *fs, tmb_u64 inodes)
 }
 
 /* Claims a free record among 'count' from the cursor on; 0: none. */
-static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_inode **out)
+static tmb_u64 tfs_search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_inode **out)
 {
 	tmb_u64 at = tmb_load(&fs->inode_cursor);
 	struct tfs_inode *inode = NULL;
@@ -122,7 +122,7 @@ static tmb_u64 search(struct tfs *fs, tmb_u64 inodes, tmb_u64 count, struct tfs_
 		}
 		if (!inode)
 			break;
-		if (!claim(fs, inode))
+		if (!tfs_claim(fs, inode))
 			continue;
 		tmb_store(&fs->inode_cursor, at + 1);
 		*out = inode;
@@ -141,10 +141,10 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 		struct tfs_inode *inode;
 		int err;
 
-		made->ino = search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
+		made->ino = tfs_search(fs, inodes, TFS_MIN(inodes, SEARCH), &inode);
 		/* If an eighth of the table is free, the whole table is searched before it grows: else every run of live inodes would make it grow. */
-		if (!made->ino && (!grows || !table_is_full(fs, inodes)))
-			made->ino = search(fs, inodes, inodes, &inode);
+		if (!made->ino && (!grows || !tfs_table_is_full(fs, inodes)))
+			made->ino = tfs_search(fs, inodes, inodes, &inode);
 		if (made->ino) {
 			tfs_tx_inode(fs, slot, index, made->ino);
 			/* Everything but the state, and the lock, which a late waiter may hold. */
@@ -165,7 +165,7 @@ int tfs_new_inode(struct tfs *fs, tmb_u32 slot, tmb_u32 index, struct tfs_handle
 			return err;
 		}
 		tmb_store(&fs->inode_cursor, inodes); /* the new records */
-		err = grow_table(fs, slot, inodes);
+		err = tfs_grow_table(fs, slot, inodes);
 		if (err && (err != -ENOSPC || !grows))
 			return err;
 		grows = !err;
@@ -178,7 +178,7 @@ int tfs_await_table(struct tfs *fs)
 	return tfs_await(fs, &tfs_sb(fs)->itable_lock, TFS_KILLABLE);
 }
 
-static void free_contents(struct tfs *fs, struct tfs_inode *inode)
+static void tfs_free_contents(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 *roots[] = {&inode->root, &inode->index_root, &inode->xattr_root, &inode->locks};
 
@@ -198,7 +198,7 @@ static void free_contents(struct tfs *fs, struct tfs_inode *inode)
 	}
 }
 
-static tmb_u64 freeing_state(struct tfs *fs, tmb_u32 slot)
+static tmb_u64 tfs_freeing_state(struct tfs *fs, tmb_u32 slot)
 {
 	return (tmb_u64)(slot + 1) << 16 | (tmb_u64)tfs_tag(fs) << 8 | TFS_INODE_NEW;
 }
@@ -207,16 +207,16 @@ static tmb_u64 freeing_state(struct tfs *fs, tmb_u32 slot)
  * Marks the record as being freed by the transaction in 'slot', so that no member can claim it before the transaction ends. If this member dies
  * before, its recovery repeats the transaction's words, which must not hit another member's new inode.
  */
-static void set_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
+static void tfs_set_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
-	tmb_store_release(&inode->state_gen, (tmb_load(&inode->state_gen) & ~0xffffffffULL) | freeing_state(fs, slot));
+	tmb_store_release(&inode->state_gen, (tmb_load(&inode->state_gen) & ~0xffffffffULL) | tfs_freeing_state(fs, slot));
 	tfs_persist(fs, inode, sizeof(inode->state_gen));
 	fs->freeing[slot]++;
 }
 
 bool tfs_is_freeing(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
-	return (tmb_load(&inode->state_gen) & 0xffffffff) == freeing_state(fs, slot);
+	return (tmb_load(&inode->state_gen) & 0xffffffff) == tfs_freeing_state(fs, slot);
 }
 
 void tfs_set_free(struct tfs *fs, struct tfs_inode *inode)
@@ -228,13 +228,13 @@ void tfs_set_free(struct tfs *fs, struct tfs_inode *inode)
 
 void tfs_drop_new_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot)
 {
-	set_freeing(fs, inode, slot); /* a dead member's record becomes this member's */
-	free_contents(fs, inode);
+	tfs_set_freeing(fs, inode, slot); /* a dead member's record becomes this member's */
+	tfs_free_contents(fs, inode);
 	tfs_close_account(fs, inode);
 }
 
 /* Removes the blocks that members still map. */
-static int remove_mapped(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
+static int tfs_remove_mapped(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u32 slot)
 {
 	struct tfs_gone *gone;
 	int err = tfs_begin_removal(fs, slot, inode, 0, ~0ULL, &gone);
@@ -252,7 +252,7 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 
 	tfs_tx_inode(fs, slot, 0, ino);
 	if (tmb_load(&inode->mappers))
-		err = remove_mapped(fs, ino, inode, slot);
+		err = tfs_remove_mapped(fs, ino, inode, slot);
 	if (!err)
 		err = tfs_lock_table_to_free(fs, inode);
 	if (err) {
@@ -263,9 +263,9 @@ int tfs_free_inode_locked(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, 
 	 * From here on the inode is freed for every reader. Readers without a pin (lookup, readlink) load the state after their copy, so the state
 	 * changes before the first block can be used again.
 	 */
-	set_freeing(fs, inode, slot);
+	tfs_set_freeing(fs, inode, slot);
 	tfs_unlock_table(fs, inode);
-	free_contents(fs, inode);
+	tfs_free_contents(fs, inode);
 	tfs_close_account(fs, inode);
 	if (tmb_load(&inode->blocks))
 		tfs_refill_reserve(fs);

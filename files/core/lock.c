@@ -31,7 +31,7 @@ int tfs_try_lock_inode(struct tfs *fs, struct tfs_handle h, struct tfs_inode **o
 	return -ESTALE;
 }
 
-static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
+static void tfs_ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
 {
 	if (!fs->members)
 		return;
@@ -42,7 +42,7 @@ static void ring(struct tfs *fs, tmb_u32 member, tmb_u64 reason)
 void tfs_ring_members(struct tfs *fs, tmb_u64 members, tmb_u64 reason)
 {
 	for (; members; members &= members - 1)
-		ring(fs, (tmb_u32)__builtin_ctzll(members), reason);
+		tfs_ring(fs, (tmb_u32)__builtin_ctzll(members), reason);
 }
 
 int tfs_lock_inode(struct tfs *fs, struct tfs_handle h)

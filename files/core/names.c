@@ -28,7 +28,7 @@ int tfs_check_name(tmb_u32 len)
 /* --- create, link ------------------------------------------------------------------------------------------------- */
 
 /* Stores the contents that a new inode has from the start. */
-static int first_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 *rootp, const void *data, tmb_u64 len)
+static int tfs_first_image(struct tfs *fs, struct tfs_inode *inode, tmb_u64 *rootp, const void *data, tmb_u64 len)
 {
 	tmb_u64 taken;
 	int err;
@@ -60,20 +60,20 @@ int tfs_init_inode(struct tfs *fs, struct tfs_inode *inode, tmb_u64 parent, cons
 			return -ENOENT;
 		if (c->symlink_len > TFS_SYMLINK_MAX)
 			return -ENAMETOOLONG;
-		err = first_image(fs, inode, &inode->root, c->symlink, c->symlink_len);
+		err = tfs_first_image(fs, inode, &inode->root, c->symlink, c->symlink_len);
 		tmb_store(&inode->size, c->symlink_len);
 	}
 	if (!err && c->xattrs) {
 		err = tfs_xattr_image_ok(c->xattrs, c->xattrs_len);
 		if (!err)
-			err = first_image(fs, inode, &inode->xattr_root, c->xattrs, c->xattrs_len);
+			err = tfs_first_image(fs, inode, &inode->xattr_root, c->xattrs, c->xattrs_len);
 	}
 	tfs_persist(fs, inode, sizeof(*inode));
 	return err;
 }
 
 /* -EAGAIN: the lock of the directory, or of the inode table, is kept. */
-static int create_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
+static int tfs_create_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, const struct tfs_create *c, struct tfs_handle *made)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -141,7 +141,7 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 
 	tmb_u8 type;
 	int err;
 
-	while ((err = create_once(fs, dir, name, len, c, made)) == -EAGAIN) {
+	while ((err = tfs_create_once(fs, dir, name, len, c, made)) == -EAGAIN) {
 		err = tfs_await_table(fs);
 		if (!err)
 			err = tfs_await_inode(fs, dir, TFS_KILLABLE);
@@ -155,7 +155,7 @@ int tfs_create(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 
 }
 
 /* -EAGAIN: the lock of 'busy' is kept. */
-static int link_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now, struct tfs_handle *busy)
+static int tfs_link_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle h, tmb_s64 now, struct tfs_handle *busy)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -222,7 +222,7 @@ int tfs_link(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 le
 	struct tfs_handle busy;
 	int err;
 
-	while ((err = link_once(fs, dir, name, len, h, now, &busy)) == -EAGAIN) {
+	while ((err = tfs_link_once(fs, dir, name, len, h, now, &busy)) == -EAGAIN) {
 		err = tfs_await_inode(fs, busy, TFS_KILLABLE);
 		if (err)
 			break;
@@ -252,8 +252,8 @@ bool tfs_is_expected(struct tfs *fs, tmb_u64 ino, struct tfs_handle expect)
 }
 
 /* -EAGAIN: the lock of 'busy' is kept. */
-static int remove_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now,
-		       struct tfs_handle *busy)
+static int tfs_remove_once(struct tfs *fs, struct tfs_handle dir_h, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now,
+			   struct tfs_handle *busy)
 {
 	struct tfs_inode *dir, *inode;
 	struct tfs_slot entry;
@@ -319,12 +319,12 @@ end:
 	return err;
 }
 
-static int remove_name(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now)
+static int tfs_remove_name(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, bool want_dir, tmb_s64 now)
 {
 	struct tfs_handle busy;
 	int err;
 
-	while ((err = remove_once(fs, dir, name, len, expect, want_dir, now, &busy)) == -EAGAIN) {
+	while ((err = tfs_remove_once(fs, dir, name, len, expect, want_dir, now, &busy)) == -EAGAIN) {
 		err = tfs_await_inode(fs, busy, TFS_KILLABLE);
 		if (err)
 			break;
@@ -334,12 +334,12 @@ static int remove_name(struct tfs *fs, struct tfs_handle dir, const char *name, 
 
 int tfs_unlink(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, tmb_s64 now)
 {
-	return remove_name(fs, dir, name, len, expect, false, now);
+	return tfs_remove_name(fs, dir, name, len, expect, false, now);
 }
 
 int tfs_rmdir(struct tfs *fs, struct tfs_handle dir, const char *name, tmb_u32 len, struct tfs_handle expect, tmb_s64 now)
 {
-	return remove_name(fs, dir, name, len, expect, true, now);
+	return tfs_remove_name(fs, dir, name, len, expect, true, now);
 }
 
 /* --- symbolic links -------------------------------------------------------------------------------------------------- */

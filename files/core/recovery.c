@@ -15,7 +15,7 @@
 /* --- transactions ----------------------------------------------------------------------------------------------- */
 
 /* The findings of one member's recovery in its transactions. */
-struct settling {
+struct tfs_settling {
 	tmb_u8 tag;
 	tmb_u64 budget;	 /* blocks of trees that are still looked at */
 	tmb_u64 linked;	 /* blocks of the present inode's trees */
@@ -24,9 +24,9 @@ struct settling {
 };
 
 /* Keeps a linked block that carries the dead member's tag. */
-static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
+static int tfs_keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, bool node)
 {
-	struct settling *s = ctx;
+	struct tfs_settling *s = ctx;
 	tmb_u8 *map = tfs_map_bytes(fs);
 
 	(void)node;
@@ -37,36 +37,36 @@ static int keep_tagged(struct tfs *fs, void *ctx, tmb_u64 block, tmb_u64 count, 
 	return 0;
 }
 
-static void keep_tree(struct tfs *fs, tmb_u64 root, struct settling *s)
+static void tfs_keep_tree(struct tfs *fs, tmb_u64 root, struct tfs_settling *s)
 {
-	if (tfs_tree_walk(fs, root, keep_tagged, s, &s->budget))
+	if (tfs_tree_walk(fs, root, tfs_keep_tagged, s, &s->budget))
 		s->damaged = true;
 }
 
-static void keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct settling *s)
+static void tfs_keep_inode_blocks(struct tfs *fs, tmb_u64 ino, struct tfs_settling *s)
 {
 	struct tfs_inode *inode;
 	tmb_u32 owner;
 
 	if (ino == TFS_TX_ITABLE) {
-		keep_tree(fs, tmb_load(&tfs_sb(fs)->itable_root), s);
+		tfs_keep_tree(fs, tmb_load(&tfs_sb(fs)->itable_root), s);
 		return;
 	}
 	inode = tfs_inode(fs, ino);
 	if (!inode)
 		return;
 	s->linked = 0;
-	keep_tree(fs, tmb_load(&inode->root), s);
-	keep_tree(fs, tmb_load(&inode->index_root), s);
-	keep_tree(fs, tmb_load(&inode->xattr_root), s);
-	keep_tree(fs, tmb_load(&inode->locks), s);
+	tfs_keep_tree(fs, tmb_load(&inode->root), s);
+	tfs_keep_tree(fs, tmb_load(&inode->index_root), s);
+	tfs_keep_tree(fs, tmb_load(&inode->xattr_root), s);
+	tfs_keep_tree(fs, tmb_load(&inode->locks), s);
 	/* The dead member may have linked or unlinked blocks that it did not count any more. Without its lock, another member may be changing the file now. */
 	if (!s->damaged && tfs_lock_held(&inode->lock, &owner) && owner + 1 == s->tag)
 		tfs_count_blocks(fs, inode, (tmb_s64)(s->linked - tmb_load(&inode->blocks)));
 }
 
 /* Repeats the work of a transaction that had begun; the dead member still holds its inode's lock. */
-static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
+static int tfs_redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 {
 	bool own = tag == tfs_tag(fs);
 	tmb_u32 what = tmb_load(&tx->redo);
@@ -103,7 +103,7 @@ static int redo(struct tfs *fs, struct tfs_tx *tx, tmb_u8 tag)
 	return err;
 }
 
-static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
+static bool tfs_listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 index, tmb_u64 ino)
 {
 	for (tmb_u32 i = 0; i < slot; i++)
 		for (tmb_u32 k = 0; (tmb_load(&area->tx[i].state) & 0xff) != TFS_TX_FREE && k < TFS_TX_INODES; k++)
@@ -115,7 +115,7 @@ static bool listed_before(struct tfs_member_area *area, tmb_u32 slot, tmb_u32 in
 	return false;
 }
 
-static tmb_u32 tx_state(struct tfs_tx *tx)
+static tmb_u32 tfs_tx_state(struct tfs_tx *tx)
 {
 	return tmb_load_acquire(&tx->state) & 0xff;
 }
@@ -124,15 +124,15 @@ static tmb_u32 tx_state(struct tfs_tx *tx)
  * Settles inode 'k' of an open or committed transaction: keeps the blocks that are linked, and ends a change of a directory that no other member is
  * making.
  */
-static void settle(struct tfs *fs, tmb_u32 member, tmb_u32 slot, tmb_u32 k, struct settling *s)
+static void tfs_settle(struct tfs *fs, tmb_u32 member, tmb_u32 slot, tmb_u32 k, struct tfs_settling *s)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 	tmb_u64 ino = tmb_load(&area->tx[slot].ino[k]);
 	struct tfs_inode *inode = tfs_tx_listed(fs, &area->tx[slot], k);
 	tmb_u32 owner;
 
-	if (ino && !listed_before(area, slot, k, ino))
-		keep_inode_blocks(fs, ino, s);
+	if (ino && !tfs_listed_before(area, slot, k, ino))
+		tfs_keep_inode_blocks(fs, ino, s);
 	if (!inode)
 		return;
 	s->holders |= tfs_holders(fs, inode, ino, false);
@@ -142,15 +142,15 @@ static void settle(struct tfs *fs, tmb_u32 member, tmb_u32 slot, tmb_u32 k, stru
 }
 
 /* Repeats the work of all transactions that have begun it. Fails only if a later recovery can complete it. */
-static int redo_all(struct tfs *fs, struct tfs_member_area *area, tmb_u8 tag)
+static int tfs_redo_all(struct tfs *fs, struct tfs_member_area *area, tmb_u8 tag)
 {
 	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
 		struct tfs_tx *tx = &area->tx[i];
-		tmb_u32 state = tx_state(tx);
+		tmb_u32 state = tfs_tx_state(tx);
 		int err = 0;
 
 		if (state == TFS_TX_COMMITTED || (state == TFS_TX_OPEN && tmb_load(&tx->redo) == TFS_REDO_TRIM))
-			err = redo(fs, tx, tag);
+			err = tfs_redo(fs, tx, tag);
 		if (err == -ENOMEM || err == -EINTR || err == -ESHUTDOWN)
 			return err;
 	}
@@ -161,7 +161,7 @@ static int redo_all(struct tfs *fs, struct tfs_member_area *area, tmb_u8 tag)
  * Frees the blocks with the tag. After damage any of them may be linked where no walk came, so none is freed: a block that two files have is worse than
  * one that is lost until fsck finds it.
  */
-static void free_unlinked(struct tfs *fs, const struct settling *s)
+static void tfs_free_unlinked(struct tfs *fs, const struct tfs_settling *s)
 {
 	tmb_u64 block = fs->data_start;
 
@@ -172,7 +172,7 @@ static void free_unlinked(struct tfs *fs, const struct settling *s)
 }
 
 /* Empties the area of a member whose transactions are done: its pins, slots, waits, and its place among the watchers. */
-static void clear_area(struct tfs *fs, tmb_u32 member)
+static void tfs_clear_area(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
 
@@ -188,35 +188,35 @@ static void clear_area(struct tfs *fs, tmb_u32 member)
 }
 
 /* Recovers a dead member's transactions. The caller holds the lock of its recovery. */
-static int recover_transactions(struct tfs *fs, tmb_u32 member)
+static int tfs_recover_transactions(struct tfs *fs, tmb_u32 member)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, member);
-	struct settling s = {.tag = (tmb_u8)(member + 1), .budget = 2 * fs->blocks};
+	struct tfs_settling s = {.tag = (tmb_u8)(member + 1), .budget = 2 * fs->blocks};
 	int err;
 
 	s.holders = tfs_active_members(fs, tmb_load(&area->kept_for));
 	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++)
-		if (tx_state(&area->tx[i]) == TFS_TX_COMMITTED)
+		if (tfs_tx_state(&area->tx[i]) == TFS_TX_COMMITTED)
 			tfs_tx_repeat(fs, &area->tx[i]);
 	for (tmb_u32 i = 0; i < TFS_TX_SLOTS; i++) {
-		tmb_u32 inodes = tx_state(&area->tx[i]) == TFS_TX_FREE ? 0 : TFS_TX_INODES;
+		tmb_u32 inodes = tfs_tx_state(&area->tx[i]) == TFS_TX_FREE ? 0 : TFS_TX_INODES;
 
 		for (tmb_u32 k = 0; k < inodes; k++)
-			settle(fs, member, i, k, &s);
+			tfs_settle(fs, member, i, k, &s);
 	}
-	err = redo_all(fs, area, s.tag);
+	err = tfs_redo_all(fs, area, s.tag);
 	if (!err && tfs_fenced(fs))
 		err = -ESHUTDOWN;
 	if (err)
 		return err;
-	free_unlinked(fs, &s);
-	clear_area(fs, member);
+	tfs_free_unlinked(fs, &s);
+	tfs_clear_area(fs, member);
 	return 0;
 }
 
 /* --- references --------------------------------------------------------------------------------------------------- */
 
-static bool created_by(tmb_u64 state_gen, tmb_u64 members)
+static bool tfs_created_by(tmb_u64 state_gen, tmb_u64 members)
 {
 	tmb_u64 tag = state_gen >> 8 & 0xff;
 
@@ -224,7 +224,7 @@ static bool created_by(tmb_u64 state_gen, tmb_u64 members)
 }
 
 /* Frees the new inode of a dead member, in a transaction: this member may die, too. */
-static int drop_new_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
+static int tfs_drop_dead_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 {
 	tmb_u32 slot;
 	int err = tfs_tx_claim(fs, &slot);
@@ -237,31 +237,31 @@ static int drop_new_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 	return 0;
 }
 
-static void clear_bits(tmb_u64 *word, tmb_u64 members)
+static void tfs_clear_bits(tmb_u64 *word, tmb_u64 members)
 {
 	if (tmb_load(word) & members)
 		tmb_fetch_and(word, ~members);
 }
 
 /* Clears the dead members' bits of an inode, and frees it if it was theirs alone. */
-static int forget_in_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u64 members)
+static int tfs_forget_in_inode(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode, tmb_u64 members)
 {
 	tmb_u64 state = tmb_load(&inode->state_gen);
 
-	if (created_by(state, members))
-		return drop_new_inode(fs, ino, inode);
+	if (tfs_created_by(state, members))
+		return tfs_drop_dead_inode(fs, ino, inode);
 	if ((state & 0xff) != TFS_INODE_LIVE)
 		return 0;
-	clear_bits(&inode->openers, members);
-	clear_bits(&inode->mappers, members);
-	clear_bits(&inode->hole_mappers, members);
+	tfs_clear_bits(&inode->openers, members);
+	tfs_clear_bits(&inode->mappers, members);
+	tfs_clear_bits(&inode->hole_mappers, members);
 	if (tmb_load(&inode->nlink) || tmb_load(&inode->openers))
 		return 0;
 	return tfs_free_orphan(fs, ino, tfs_tx_claim);
 }
 
 /* One pass for all of the members: the inode table is the largest thing that a recovery reads. An error: the next recovery repeats the pass. */
-static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
+static int tfs_forget_in_inodes(struct tfs *fs, tmb_u64 members)
 {
 	tmb_u64 n = tfs_table_inodes(fs);
 	int err = 0;
@@ -273,7 +273,7 @@ static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
 			break; /* itable_inodes is larger than the table */
 		if (!(ino % TFS_INODES_PER_BLOCK))
 			tfs_os_yield();
-		err = forget_in_inode(fs, ino, inode, members);
+		err = tfs_forget_in_inode(fs, ino, inode, members);
 	}
 	return err;
 }
@@ -281,7 +281,7 @@ static int forget_in_inodes(struct tfs *fs, tmb_u64 members)
 /* --- members ------------------------------------------------------------------------------------------------------ */
 
 /* The newest epoch that may have left work to a recovery. */
-static tmb_u32 ended_epoch(struct tmb_member *slot)
+static tmb_u32 tfs_ended_epoch(struct tmb_member *slot)
 {
 	tmb_u64 state_epoch = tmb_load_acquire(&slot->state_epoch);
 	tmb_u32 epoch = tmb_epoch(state_epoch);
@@ -290,10 +290,10 @@ static tmb_u32 ended_epoch(struct tmb_member *slot)
 	return tmb_state(state_epoch) == TMB_MEMBER_ACTIVE && epoch ? epoch - 1 : epoch;
 }
 
-static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how, tmb_u32 chain);
+static int tfs_recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how, tmb_u32 chain);
 
 /* Returns whether the dead member that owned a recovery's lock has transactions that are not recovered: it may have died in that recovery. */
-static bool is_half_done(struct tfs *fs, tmb_u64 lock)
+static bool tfs_is_half_done(struct tfs *fs, tmb_u64 lock)
 {
 	tmb_u32 owner = tmb_lock_owner(lock);
 
@@ -307,7 +307,7 @@ static bool is_half_done(struct tfs *fs, tmb_u64 lock)
  * locks of inodes and waits here goes on, even while the owner waits for locks of inodes to forget open references. A thread takes several in
  * the order of their members, and holds no other lock then.
  */
-static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool references, tmb_u32 upto, enum tfs_how how, tmb_u32 chain)
+static int tfs_lock_recovery(struct tfs *fs, struct tmb_member *slot, bool references, tmb_u32 upto, enum tfs_how how, tmb_u32 chain)
 {
 	tmb_u64 mine = tmb_lock_word(fs->member, fs->epoch, 1);
 	struct tfs_wait w;
@@ -322,43 +322,43 @@ static int lock_recovery(struct tfs *fs, struct tmb_member *slot, bool reference
 			return 1;
 		if (now && tfs_member_alive(fs, owner, (tmb_u32)(now >> 32)))
 			err = tfs_wait_more(fs, &w, now, owner, NULL, 0);
-		else if (chain && &fs->members[owner % TFS_MEMBERS] != slot && is_half_done(fs, now))
-			err = recover_members(fs, 1ULL << owner, false, how, --chain);
+		else if (chain && &fs->members[owner % TFS_MEMBERS] != slot && tfs_is_half_done(fs, now))
+			err = tfs_recover_members(fs, 1ULL << owner, false, how, --chain);
 		else if (tmb_cas64(&slot->recovery_lock, now, mine))
 			return 0;
 	}
 	return err;
 }
 
-static void unlock_recovery(struct tfs *fs, tmb_u32 member)
+static void tfs_unlock_recovery(struct tfs *fs, tmb_u32 member)
 {
 	tmb_cas64(&fs->members[member].recovery_lock, tmb_lock_word(fs->member, fs->epoch, 1), 0);
 }
 
 /* Members that this one recovers, a bit each. */
-struct recovery {
+struct tfs_recovery {
 	tmb_u64 locked;	/* whose recovery it has locked */
 	tmb_u64 forget;	/* of these, whose references are to be forgotten */
 	tmb_u32 upto[TFS_MEMBERS];
 };
 
 /* Locks a member's recovery and recovers its transactions, as far as there is anything to recover. */
-static int recover_one(struct tfs *fs, struct recovery *r, tmb_u32 m, bool references, enum tfs_how how, tmb_u32 chain)
+static int tfs_recover_one(struct tfs *fs, struct tfs_recovery *r, tmb_u32 m, bool references, enum tfs_how how, tmb_u32 chain)
 {
 	struct tmb_member *slot = &fs->members[m];
 	int err;
 
-	if (tmb_load_acquire(references ? &slot->forgotten_epoch : &slot->recovered_epoch) >= ended_epoch(slot))
+	if (tmb_load_acquire(references ? &slot->forgotten_epoch : &slot->recovered_epoch) >= tfs_ended_epoch(slot))
 		return 0;
-	err = lock_recovery(fs, slot, references, ended_epoch(slot), how, chain);
+	err = tfs_lock_recovery(fs, slot, references, tfs_ended_epoch(slot), how, chain);
 	if (err)
 		return err < 0 ? err : 0;
-	r->upto[m] = ended_epoch(slot);
+	r->upto[m] = tfs_ended_epoch(slot);
 	if (tmb_load_acquire(&slot->recovered_epoch) < r->upto[m]) {
-		err = recover_transactions(fs, m);
+		err = tfs_recover_transactions(fs, m);
 		if (err) {
 			/* Other members' references remain to be forgotten, and this member may hold the lock of one of them. */
-			unlock_recovery(fs, m);
+			tfs_unlock_recovery(fs, m);
 			return err;
 		}
 		tfs_store_word(fs, &slot->recovered_epoch, r->upto[m]);
@@ -371,19 +371,19 @@ static int recover_one(struct tfs *fs, struct recovery *r, tmb_u32 m, bool refer
 
 /* references: also forgets the members' open references, for which it takes locks of inodes. chain: of so many dead members each may have died while it
  * recovered the next; from there on a recovery's lock is taken over as it is. */
-static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how, tmb_u32 chain)
+static int tfs_recover_members(struct tfs *fs, tmb_u64 members, bool references, enum tfs_how how, tmb_u32 chain)
 {
-	struct recovery r = {0};
+	struct tfs_recovery r = {0};
 	tmb_u64 left;
 	int err = 0;
 
 	if (!fs->members)
 		return 0;
 	for (left = members; left && !err; left &= left - 1)
-		err = recover_one(fs, &r, (tmb_u32)__builtin_ctzll(left), references, how, chain);
+		err = tfs_recover_one(fs, &r, (tmb_u32)__builtin_ctzll(left), references, how, chain);
 	/* From here on the dead members' locks can be taken over; the scan does so. */
 	if (r.forget) {
-		int left_over = forget_in_inodes(fs, r.forget);
+		int left_over = tfs_forget_in_inodes(fs, r.forget);
 
 		if (left_over) { /* killed: the next recovery repeats the scan */
 			r.forget = 0;
@@ -402,18 +402,18 @@ static int recover_members(struct tfs *fs, tmb_u64 members, bool references, enu
 	}
 	tfs_barrier(fs);
 	for (left = r.locked; left; left &= left - 1)
-		unlock_recovery(fs, (tmb_u32)__builtin_ctzll(left));
+		tfs_unlock_recovery(fs, (tmb_u32)__builtin_ctzll(left));
 	return err;
 }
 
 int tfs_recover(struct tfs *fs, tmb_u32 member)
 {
-	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, true, TFS_KILLABLE, CHAIN) : 0;
+	return member < TFS_MEMBERS ? tfs_recover_members(fs, 1ULL << member, true, TFS_KILLABLE, CHAIN) : 0;
 }
 
 int tfs_recover_locks(struct tfs *fs, tmb_u32 member, enum tfs_how how)
 {
-	return member < TFS_MEMBERS ? recover_members(fs, 1ULL << member, false, how, CHAIN) : 0;
+	return member < TFS_MEMBERS ? tfs_recover_members(fs, 1ULL << member, false, how, CHAIN) : 0;
 }
 
 int tfs_recover_all(struct tfs *fs)
@@ -422,5 +422,5 @@ int tfs_recover_all(struct tfs *fs)
 		return 0;
 	int err = tfs_wait_thaw(fs);
 
-	return err ? err : recover_members(fs, ~0ULL, true, TFS_KILLABLE, CHAIN);
+	return err ? err : tfs_recover_members(fs, ~0ULL, true, TFS_KILLABLE, CHAIN);
 }

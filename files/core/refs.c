@@ -6,7 +6,7 @@
  * One thread of this member at a time changes the member's bits of an inode. Otherwise a thread that came too late, and clears the bit that
  * it set on the inode's successor, could clear the bit of another thread that has just opened the successor.
  */
-static void lock_bits(struct tfs *fs, tmb_u64 ino)
+static void tfs_lock_bits(struct tfs *fs, tmb_u64 ino)
 {
 	for (tmb_u32 round = 0; !tmb_cas32(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0, 1); round++)
 		if (round % 128)
@@ -15,39 +15,39 @@ static void lock_bits(struct tfs *fs, tmb_u64 ino)
 			tfs_os_wait(fs, 0);
 }
 
-static void unlock_bits(struct tfs *fs, tmb_u64 ino)
+static void tfs_unlock_bits(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_store_release(&fs->bit_locks[ino % TFS_BIT_LOCKS], 0);
 }
 
 /* Sets this member's bit in a word of the handle's inode; *had: it was set before. */
-static int set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word, bool opening)
+static int tfs_set_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word, bool opening)
 {
 	tmb_u64 bit = 1ULL << fs->member, had;
 	int err = 0;
 
-	lock_bits(fs, h.ino);
+	tfs_lock_bits(fs, h.ino);
 	had = tmb_fetch_or(word, bit);
 	/* A member that frees the inode, or removes its last link, meanwhile sees the bit, or its change is seen here. */
 	if (!tfs_is(inode, h) || (opening && !had && !tmb_load(&inode->nlink)))
 		err = -ESTALE;
 	if (err && !(had & bit))
 		tmb_fetch_and(word, ~bit);
-	unlock_bits(fs, h.ino);
+	tfs_unlock_bits(fs, h.ino);
 	return err;
 }
 
-static void clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word)
+static void tfs_clear_own_bit(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u64 *word)
 {
-	lock_bits(fs, h.ino);
+	tfs_lock_bits(fs, h.ino);
 	if (tfs_is(inode, h) && !tfs_fenced(fs)) /* else the bit is that of the slot's next member */
 		tmb_fetch_and(word, ~(1ULL << fs->member));
-	unlock_bits(fs, h.ino);
+	tfs_unlock_bits(fs, h.ino);
 }
 
 /* Called after a bit of 'openers' was cleared: if the inode lost its last name meanwhile, the member that removed the name left the freeing
  * to this one. */
-static int free_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
+static int tfs_free_if_unused(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 {
 	int err;
 
@@ -64,7 +64,7 @@ int tfs_open_bit(struct tfs *fs, struct tfs_handle h)
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->openers, true);
+	return err || fs->read_only ? err : tfs_set_own_bit(fs, h, inode, &inode->openers, true);
 }
 
 int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
@@ -78,9 +78,9 @@ int tfs_open_ref(struct tfs *fs, struct tfs_handle h)
 
 void tfs_open_new(struct tfs *fs, tmb_u64 ino, struct tfs_inode *inode)
 {
-	lock_bits(fs, ino);
+	tfs_lock_bits(fs, ino);
 	tmb_store(&inode->openers, 1ULL << fs->member);
-	unlock_bits(fs, ino);
+	tfs_unlock_bits(fs, ino);
 }
 
 int tfs_free_orphan(struct tfs *fs, tmb_u64 ino, int (*begin)(struct tfs *fs, tmb_u32 *slot))
@@ -117,7 +117,7 @@ void tfs_close_bit(struct tfs *fs, struct tfs_handle h)
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	if (inode && !fs->read_only)
-		clear_own_bit(fs, h, inode, &inode->openers);
+		tfs_clear_own_bit(fs, h, inode, &inode->openers);
 }
 
 int tfs_free_unused(struct tfs *fs, struct tfs_handle h)
@@ -126,7 +126,7 @@ int tfs_free_unused(struct tfs *fs, struct tfs_handle h)
 
 	if (!inode)
 		return -EUCLEAN;
-	return fs->read_only ? 0 : free_unused(fs, h.ino, inode);
+	return fs->read_only ? 0 : tfs_free_if_unused(fs, h.ino, inode);
 }
 
 int tfs_close_ref(struct tfs *fs, struct tfs_handle h)
@@ -142,12 +142,12 @@ int tfs_map_ref(struct tfs *fs, struct tfs_handle h)
 
 	if (err || fs->read_only)
 		return err;
-	err = set_own_bit(fs, h, inode, &inode->mappers, false);
+	err = tfs_set_own_bit(fs, h, inode, &inode->mappers, false);
 	if (!err && fs->persistent)
 		tmb_fetch_add(&inode->unsynced, 1); /* after the bit: a fsync that does not see that leaves this */
 	if (err || !tfs_frozen(fs))
 		return err;
-	clear_own_bit(fs, h, inode, &inode->mappers);
+	tfs_clear_own_bit(fs, h, inode, &inode->mappers);
 	return -EAGAIN;
 }
 
@@ -156,7 +156,7 @@ int tfs_hole_ref(struct tfs *fs, struct tfs_handle h)
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
-	return err || fs->read_only ? err : set_own_bit(fs, h, inode, &inode->hole_mappers, false);
+	return err || fs->read_only ? err : tfs_set_own_bit(fs, h, inode, &inode->hole_mappers, false);
 }
 
 int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
@@ -164,8 +164,8 @@ int tfs_unmap_ref(struct tfs *fs, struct tfs_handle h)
 	struct tfs_inode *inode = tfs_inode(fs, h.ino);
 
 	if (inode && !fs->read_only) {
-		clear_own_bit(fs, h, inode, &inode->hole_mappers);
-		clear_own_bit(fs, h, inode, &inode->mappers);
+		tfs_clear_own_bit(fs, h, inode, &inode->hole_mappers);
+		tfs_clear_own_bit(fs, h, inode, &inode->mappers);
 	}
 	return inode ? 0 : -EUCLEAN;
 }

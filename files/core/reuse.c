@@ -61,7 +61,7 @@ void tfs_unpin(struct tfs *fs, tmb_u32 pin)
 }
 
 /* Stores in 'slots' (bit per pin of each member) the pins of the inode. Returns a bit per member that has any. */
-static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
+static tmb_u64 tfs_pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
 {
 	tmb_u64 members = 0;
 
@@ -87,24 +87,24 @@ static tmb_u64 pinned(struct tfs *fs, tmb_u64 ino, tmb_u64 *slots)
 
 /* --- members that do not answer ---------------------------------------------------------------------------------- */
 
-static tmb_u32 rounds_begun(struct tfs *fs, tmb_u32 member)
+static tmb_u32 tfs_rounds_begun(struct tfs *fs, tmb_u32 member)
 {
 	return (tmb_u32)tmb_load(&tfs_member_area(fs, member)->revokes_begun);
 }
 
-static tmb_u32 rounds_done(struct tfs *fs, tmb_u32 member)
+static tmb_u32 tfs_rounds_done(struct tfs *fs, tmb_u32 member)
 {
 	return (tmb_u32)tmb_load(&tfs_member_area(fs, member)->revokes_done);
 }
 
-static void note_slow(struct tfs_slow *slow, tmb_u32 member, tmb_u32 count)
+static void tfs_note_slow(struct tfs_slow *slow, tmb_u32 member, tmb_u32 count)
 {
 	tmb_store(&slow->counts[member], count);
 	tmb_fetch_or(&slow->members, 1ULL << member);
 }
 
 /* Returns those of 'members' that were noted and whose counts ('count') are what they were then. Forgets the others. */
-static tmb_u64 still_slow(struct tfs *fs, struct tfs_slow *slow, tmb_u64 members, tmb_u32 (*count)(struct tfs *fs, tmb_u32 member))
+static tmb_u64 tfs_still_slow(struct tfs *fs, struct tfs_slow *slow, tmb_u64 members, tmb_u32 (*count)(struct tfs *fs, tmb_u32 member))
 {
 	tmb_u64 still = 0;
 
@@ -120,49 +120,49 @@ static tmb_u64 still_slow(struct tfs *fs, struct tfs_slow *slow, tmb_u64 members
 }
 
 /* Returns those of 'members' that let a wait run out and have not revoked anything since. They are asked again but not waited for. */
-static tmb_u64 still_silent(struct tfs *fs, tmb_u64 members)
+static tmb_u64 tfs_still_silent(struct tfs *fs, tmb_u64 members)
 {
 	for (tmb_u64 left = members & tmb_load(&fs->silent.members); left; left &= left - 1)
 		if (!fs->members || !(tmb_load(&fs->members[__builtin_ctzll(left)].pending) & TMB_PENDING_REVOKE))
 			tmb_fetch_and(&fs->silent.members, ~(left & -left)); /* it took the bit, so it answers */
-	return still_slow(fs, &fs->silent, members, rounds_begun);
+	return tfs_still_slow(fs, &fs->silent, members, tfs_rounds_begun);
 }
 
-static void note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
+static void tfs_note_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 {
 	for (; members; members &= members - 1)
-		note_slow(&fs->silent, (tmb_u32)__builtin_ctzll(members), begun[__builtin_ctzll(members)]);
+		tfs_note_slow(&fs->silent, (tmb_u32)__builtin_ctzll(members), begun[__builtin_ctzll(members)]);
 }
 
 /*
  * A member whose pages of one file are in use (a pipe, direct I/O) answers, but ends no round as long as they are. It still lets go of other files, and maps
  * some of them again at once. Returns those of 'members' that let a wait run out so and have ended no round since: they are waited for only KEEPING_NS.
  */
-static tmb_u64 still_keeping(struct tfs *fs, tmb_u64 members)
+static tmb_u64 tfs_still_keeping(struct tfs *fs, tmb_u64 members)
 {
-	return still_slow(fs, &fs->keeping, members, rounds_done);
+	return tfs_still_slow(fs, &fs->keeping, members, tfs_rounds_done);
 }
 
 /* Notes those of 'members' that have begun a round since 'begun' and ended none. */
-static void note_keeping(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
+static void tfs_note_keeping(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 {
 	for (; members; members &= members - 1) {
-		tmb_u32 m = (tmb_u32)__builtin_ctzll(members), done = rounds_done(fs, m);
+		tmb_u32 m = (tmb_u32)__builtin_ctzll(members), done = tfs_rounds_done(fs, m);
 
-		if (rounds_begun(fs, m) != begun[m])
-			note_slow(&fs->keeping, m, done);
+		if (tfs_rounds_begun(fs, m) != begun[m])
+			tfs_note_slow(&fs->keeping, m, done);
 	}
 }
 
 /* Stores how often each of these members has begun to revoke mappings. A round that begins after this one begins after the unlinking. */
-static void rounds_of(struct tfs *fs, tmb_u64 members, tmb_u32 *begun)
+static void tfs_rounds_of(struct tfs *fs, tmb_u64 members, tmb_u32 *begun)
 {
 	for (tmb_u32 m = 0; m < TFS_MEMBERS; m++)
-		begun[m] = members & 1ULL << m ? rounds_begun(fs, m) : 0;
+		begun[m] = members & 1ULL << m ? tfs_rounds_begun(fs, m) : 0;
 }
 
 /* One round of waiting: spins first, then sleeps. Returns false when the time is up. */
-static bool wait_round(struct tfs *fs, tmb_u32 round, tmb_u64 *since, tmb_u64 limit)
+static bool tfs_wait_round(struct tfs *fs, tmb_u32 round, tmb_u64 *since, tmb_u64 limit)
 {
 	if (round < SPINS) {
 		tfs_os_relax();
@@ -187,66 +187,66 @@ tmb_u64 tfs_active_members(struct tfs *fs, tmb_u64 members)
 }
 
 /* Waits, at most READERS_NS, until the members that read the inode now have finished their copies. Returns those that have not. */
-static tmb_u64 wait_readers(struct tfs *fs, tmb_u64 ino)
+static tmb_u64 tfs_wait_readers(struct tfs *fs, tmb_u64 ino)
 {
 	tmb_u64 slots[TFS_MEMBERS], since = 0, members, silent;
 	tmb_u32 begun[TFS_MEMBERS];
 
 	memset(slots, 0xff, sizeof(slots));
-	members = pinned(fs, ino, slots);
-	silent = members ? still_silent(fs, members) : 0;
+	members = tfs_pinned(fs, ino, slots);
+	silent = members ? tfs_still_silent(fs, members) : 0;
 	for (tmb_u32 round = 0; members & ~silent; round++) {
-		if (!wait_round(fs, round, &since, READERS_NS)) {
-			rounds_of(fs, members, begun);
-			note_silent(fs, members & ~(1ULL << fs->member), begun);
+		if (!tfs_wait_round(fs, round, &since, READERS_NS)) {
+			tfs_rounds_of(fs, members, begun);
+			tfs_note_silent(fs, members & ~(1ULL << fs->member), begun);
 			break;
 		}
-		members = pinned(fs, ino, slots);
+		members = tfs_pinned(fs, ino, slots);
 	}
 	return members;
 }
 
 /* Returns whether the member no longer maps the inode, or only what it looked up after the unlinking. */
-static bool let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_u32 begun)
+static bool tfs_let_go(struct tfs *fs, struct tfs_inode *inode, tmb_u32 member, tmb_u32 begun)
 {
 	tmb_u32 done = (tmb_u32)tmb_load_acquire(&tfs_member_area(fs, member)->revokes_done);
 
 	return !(tmb_load_acquire(&inode->mappers) & 1ULL << member) || !tfs_member_active(fs, member) || done - begun - 1 < 1u << 31;
 }
 
-static void tell_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
+static void tfs_tell_silent(struct tfs *fs, tmb_u64 members, const tmb_u32 *begun)
 {
 	for (; members; members &= members - 1) {
 		tmb_u32 m = (tmb_u32)__builtin_ctzll(members);
 		/* One with pages in use sets the bit again itself. */
 		bool answers = !(tmb_load(&fs->members[m].pending) & TMB_PENDING_REVOKE) ||
-			       rounds_begun(fs, m) != begun[m];
+			       tfs_rounds_begun(fs, m) != begun[m];
 
 		tfs_os_waiting(fs, m, answers, TFS_REVOKE_LIMIT_NS / 1000000000);
 	}
 }
 
 /* Asks the members that map the inode to revoke their mappings, and waits at most TFS_REVOKE_LIMIT_NS. Returns those that did not. */
-static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
+static tmb_u64 tfs_ask_mappers(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_u64 since = 0, left = tfs_active_members(fs, tmb_load_acquire(&inode->mappers) & ~(1ULL << fs->member)), given_up, keeping;
 	tmb_u32 begun[TFS_MEMBERS];
 
 	if (!left)
 		return 0;
-	rounds_of(fs, left, begun);
-	given_up = still_silent(fs, left);
-	keeping = still_keeping(fs, left);
+	tfs_rounds_of(fs, left, begun);
+	given_up = tfs_still_silent(fs, left);
+	keeping = tfs_still_keeping(fs, left);
 	tfs_ring_members(fs, left, TMB_PENDING_REVOKE);
 	left &= ~given_up;
 	for (tmb_u32 round = 0; left; round++) {
 		for (tmb_u64 ask = left; ask; ask &= ask - 1)
-			if (let_go(fs, inode, (tmb_u32)__builtin_ctzll(ask), begun[__builtin_ctzll(ask)]))
+			if (tfs_let_go(fs, inode, (tmb_u32)__builtin_ctzll(ask), begun[__builtin_ctzll(ask)]))
 				left &= ~(ask & -ask);
-		if (left && !wait_round(fs, round, &since, left & ~keeping ? TFS_REVOKE_LIMIT_NS : KEEPING_NS)) {
-			note_silent(fs, left & ~keeping, begun);
-			note_keeping(fs, left & ~keeping, begun);
-			tell_silent(fs, left & ~keeping, begun);
+		if (left && !tfs_wait_round(fs, round, &since, left & ~keeping ? TFS_REVOKE_LIMIT_NS : KEEPING_NS)) {
+			tfs_note_silent(fs, left & ~keeping, begun);
+			tfs_note_keeping(fs, left & ~keeping, begun);
+			tfs_tell_silent(fs, left & ~keeping, begun);
 			given_up |= left;
 			break;
 		}
@@ -257,7 +257,7 @@ static tmb_u64 wait_mappers(struct tfs *fs, struct tfs_inode *inode)
 tmb_u64 tfs_wait_mappers(struct tfs *fs, struct tfs_inode *inode)
 {
 	tmb_fetch_add(&inode->map_seq, 1);
-	return wait_mappers(fs, inode);
+	return tfs_ask_mappers(fs, inode);
 }
 
 tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool wait)
@@ -265,14 +265,14 @@ tmb_u64 tfs_holders(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino, bool w
 	tmb_u64 mappers;
 
 	tmb_fetch_add(&inode->map_seq, 1); /* also the fence between the unlinking and the loads of pins and mappers */
-	mappers = wait ? wait_mappers(fs, inode) : tfs_active_members(fs, tmb_load_acquire(&inode->mappers));
-	return mappers | wait_readers(fs, ino);
+	mappers = wait ? tfs_ask_mappers(fs, inode) : tfs_active_members(fs, tmb_load_acquire(&inode->mappers));
+	return mappers | tfs_wait_readers(fs, ino);
 }
 
 tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
 {
 	tmb_fetch_add(&inode->map_seq, 1);
-	return wait_readers(fs, ino);
+	return tfs_wait_readers(fs, ino);
 }
 
 /* --- deferred frees ----------------------------------------------------------------------------------------------------------- */
@@ -281,7 +281,7 @@ tmb_u64 tfs_reading(struct tfs *fs, struct tfs_inode *inode, tmb_u64 ino)
  * Takes the lock of the deferred blocks unless a living member keeps it, which may be suspended. *owner: that member. A dead owner's lock is taken over
  * without that owner's recovery, since the caller may hold an inode's lock.
  */
-static bool lock_soon(struct tfs *fs, tmb_u32 *owner)
+static bool tfs_lock_soon(struct tfs *fs, tmb_u32 *owner)
 {
 	for (tmb_u32 round = 0; round < SPINS; round++) {
 		if (tfs_lock_at_once(fs, &tfs_sb(fs)->deferred_lock, owner))
@@ -291,12 +291,12 @@ static bool lock_soon(struct tfs *fs, tmb_u32 *owner)
 	return false;
 }
 
-static void end_deferral(struct tfs *fs)
+static void tfs_end_deferral(struct tfs *fs)
 {
 	tfs_unlock(fs, &tfs_sb(fs)->deferred_lock);
 }
 
-static void set_holders(struct tfs *fs, tmb_u64 holders)
+static void tfs_set_holders(struct tfs *fs, tmb_u64 holders)
 {
 	tmb_u64 *word = &tfs_sb(fs)->deferred_members;
 
@@ -313,7 +313,7 @@ tmb_u8 tfs_free_begin(struct tfs *fs, tmb_u64 holders)
 		return tfs_tag(fs);
 	for (tmb_u64 left = holders; fs->members && left; left &= left - 1)
 		tmb_fetch_or(&fs->members[__builtin_ctzll(left)].pending, TMB_PENDING_REVOKE);
-	set_holders(fs, holders);
+	tfs_set_holders(fs, holders);
 	return TFS_MAP_DEFERRED;
 }
 
@@ -321,7 +321,7 @@ void tfs_free_end(struct tfs *fs, tmb_u8 mark, tmb_u64 holders)
 {
 	if (mark != TFS_MAP_DEFERRED)
 		return;
-	set_holders(fs, holders);
+	tfs_set_holders(fs, holders);
 	tfs_ring_members(fs, holders, TMB_PENDING_REVOKE);
 	tfs_deferred_release(fs, 0); /* if all of them have died meanwhile */
 }
@@ -340,7 +340,7 @@ void tfs_free_tagged(struct tfs *fs, tmb_u8 tag, tmb_u64 holders)
 
 /* Returns whether this member was asked to let go since its last round began. Another thread moves the bit from 'pending' over 'taking' to 'asked': the
  * loads are in this order, so they miss it nowhere. */
-static bool is_asked(struct tfs *fs)
+static bool tfs_is_asked(struct tfs *fs)
 {
 	return (fs->members && tmb_load_acquire(&fs->members[fs->member].pending) & TMB_PENDING_REVOKE) || tmb_load_acquire(&fs->taking) ||
 	       tmb_load(&fs->asked);
@@ -362,35 +362,35 @@ void tfs_take_end(struct tfs *fs, tmb_u64 taken)
  * Clears the bits of members that have let go, left or died, and frees the deferred blocks if no living member's bit is left. own: one of them is this
  * member, whose bit stays if it was asked once more. The caller holds the lock of the deferred blocks.
  */
-static void release(struct tfs *fs, tmb_u64 members, bool own)
+static void tfs_release(struct tfs *fs, tmb_u64 members, bool own)
 {
 	tmb_u64 *holders = &tfs_sb(fs)->deferred_members, block = fs->data_start;
 
 	while ((block = tfs_find_map(fs, block, fs->blocks, TFS_MAP_DEFERRED)) < fs->blocks) {
 		__atomic_thread_fence(__ATOMIC_ACQUIRE); /* the bits after the byte */
-		if (tfs_active_members(fs, tmb_load(holders) & ~members) || (own && is_asked(fs)))
+		if (tfs_active_members(fs, tmb_load(holders) & ~members) || (own && tfs_is_asked(fs)))
 			break;
 		tfs_set_map(fs, block, 1, TFS_MAP_FREE);
 	}
 	tfs_barrier(fs);
 	tmb_fetch_and(holders, ~members);
-	if (own && is_asked(fs))
+	if (own && tfs_is_asked(fs))
 		tmb_fetch_or(holders, 1ULL << fs->member);
 	tfs_persist(fs, holders, sizeof(*holders));
 }
 
 /* Frees what can be freed without these members' bits, or leaves that to a living member that frees blocks now. */
-static void release_soon(struct tfs *fs, tmb_u64 members)
+static void tfs_release_soon(struct tfs *fs, tmb_u64 members)
 {
 	tmb_u64 *word = &tfs_sb(fs)->deferred_members;
 	tmb_u32 owner;
 
-	if (lock_soon(fs, &owner)) {
-		release(fs, members, false);
-		end_deferral(fs);
+	if (tfs_lock_soon(fs, &owner)) {
+		tfs_release(fs, members, false);
+		tfs_end_deferral(fs);
 	} else if (owner < TFS_MEMBERS) {
 		tfs_ring_members(fs, 1ULL << owner, TMB_PENDING_REVOKE);
-		set_holders(fs, 1ULL << owner);
+		tfs_set_holders(fs, 1ULL << owner);
 		tfs_ring_members(fs, 1ULL << owner, TMB_PENDING_REVOKE);
 		tmb_fetch_and(word, ~(members & ~(1ULL << owner)));
 	}
@@ -401,7 +401,7 @@ void tfs_deferred_release(struct tfs *fs, tmb_u64 members)
 	tmb_u64 holders = tmb_load(&tfs_sb(fs)->deferred_members);
 
 	if (holders & members || (holders && !tfs_active_members(fs, holders)))
-		release_soon(fs, members);
+		tfs_release_soon(fs, members);
 }
 
 void tfs_deferred_settle(struct tfs *fs, tmb_u64 members)
@@ -409,7 +409,7 @@ void tfs_deferred_settle(struct tfs *fs, tmb_u64 members)
 	tmb_u64 *word = &tfs_sb(fs)->deferred_members;
 
 	if (tmb_load(word) & members || tfs_find_map(fs, fs->data_start, fs->blocks, TFS_MAP_DEFERRED) < fs->blocks)
-		release_soon(fs, members);
+		tfs_release_soon(fs, members);
 	tfs_ring_members(fs, tfs_active_members(fs, tmb_load(word) & ~members), TMB_PENDING_REVOKE);
 }
 
@@ -420,11 +420,11 @@ bool tfs_await_deferred(struct tfs *fs)
 
 	if (!members)
 		return false;
-	silent = still_silent(fs, members);
+	silent = tfs_still_silent(fs, members);
 	for (tmb_u32 round = 0; members && !(members & silent); round++) {
-		if (!wait_round(fs, round, &since, READERS_NS)) {
-			rounds_of(fs, members, begun);
-			note_silent(fs, members & ~(1ULL << fs->member), begun);
+		if (!tfs_wait_round(fs, round, &since, READERS_NS)) {
+			tfs_rounds_of(fs, members, begun);
+			tfs_note_silent(fs, members & ~(1ULL << fs->member), begun);
 			break;
 		}
 		members = tfs_active_members(fs, tmb_load_acquire(holders));
@@ -446,7 +446,7 @@ void tfs_revoke(struct tfs *fs)
 }
 
 /* Waits a little for this member's readers that hold a pin now. A later reader can't find a block that was unlinked before. */
-static bool readers_left(struct tfs *fs)
+static bool tfs_readers_left(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 
@@ -472,11 +472,11 @@ bool tfs_revoked(struct tfs *fs)
 		tmb_store_release(&area->revokes_done, tmb_load(&area->revokes_begun));
 	if (!fs->members || fs->read_only || tfs_fenced(fs) || !(tmb_load(&tfs_sb(fs)->deferred_members) & bit))
 		return false;
-	if (readers_left(fs) || !lock_soon(fs, &owner)) {
+	if (tfs_readers_left(fs) || !tfs_lock_soon(fs, &owner)) {
 		tmb_fetch_or(&fs->members[fs->member].pending, TMB_PENDING_REVOKE);
 		return true;
 	}
-	release(fs, bit, true);
-	end_deferral(fs);
-	return is_asked(fs);
+	tfs_release(fs, bit, true);
+	tfs_end_deferral(fs);
+	return tfs_is_asked(fs);
 }

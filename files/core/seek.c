@@ -3,7 +3,7 @@
 #include "tfs_internal.h"
 
 /* One step of a seek: tfs_map under a pin, repeated until no block was unlinked meanwhile. */
-static int look_at(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
+static int tfs_look_at(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u64 fblock, tmb_u64 count, struct tfs_run *run)
 {
 	struct tfs_look look = {.h = h, .inode = inode};
 
@@ -31,7 +31,7 @@ tmb_s64 tfs_seek(struct tfs *fs, struct tfs_handle h, tmb_u64 offset, bool hole)
 	while (offset < size) {
 		tmb_u64 fblock = offset >> TFS_BLOCK_SHIFT;
 		struct tfs_run run;
-		int err = look_at(fs, inode, h, fblock, tfs_blocks_of(size) - fblock, &run);
+		int err = tfs_look_at(fs, inode, h, fblock, tfs_blocks_of(size) - fblock, &run);
 
 		if (!err && ++runs > 2 * (fs->blocks + 1))
 			err = tfs_damage(fs, "file without end", fblock, runs);

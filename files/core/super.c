@@ -7,11 +7,11 @@
 #define FIRST_INODE_BLOCKS 16u
 #define JOIN_NS (1000ULL * 1000 * 1000) /* at most this long passes between a member's joining and its opening */
 
-struct layout {
+struct tfs_layout {
 	tmb_u64 blocks, member_start, map_start, data_start;
 };
 
-static int lay_out(tmb_u64 length, struct layout *l)
+static int tfs_lay_out(tmb_u64 length, struct tfs_layout *l)
 {
 	l->blocks = length >> TFS_BLOCK_SHIFT;
 	if (l->blocks < MIN_BLOCKS || l->blocks > TFS_BLOCKNR_MASK)
@@ -24,7 +24,7 @@ static int lay_out(tmb_u64 length, struct layout *l)
 	return 0;
 }
 
-static void use_layout(struct tfs *fs, void *area, const struct layout *l)
+static void tfs_use_layout(struct tfs *fs, void *area, const struct tfs_layout *l)
 {
 	fs->area = area;
 	fs->blocks = l->blocks;
@@ -34,7 +34,7 @@ static void use_layout(struct tfs *fs, void *area, const struct layout *l)
 	fs->state_epoch = NULL;
 }
 
-static int make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
+static int tfs_make_root(struct tfs *fs, tmb_u32 uid, tmb_u32 gid, tmb_u32 mode)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	struct tfs_inode *root;
@@ -67,8 +67,8 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 {
 	struct tfs *fs;
 	struct tfs_super *sb = area;
-	struct layout l;
-	int err = lay_out(length, &l);
+	struct tfs_layout l;
+	int err = tfs_lay_out(length, &l);
 
 	if (err)
 		return err;
@@ -79,7 +79,7 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	fs->persistent = ro_compat & TFS_RO_COMPAT_PERSISTENT;
 	tmb_store_release(&sb->magic, 0);
 	memset(area, 0, l.data_start << TFS_BLOCK_SHIFT);
-	use_layout(fs, area, &l);
+	tfs_use_layout(fs, area, &l);
 	memset(tfs_map_bytes(fs), TFS_MAP_META, l.data_start);
 	memset(tfs_map_bytes(fs) + l.blocks, TFS_MAP_META, ((l.data_start - l.map_start) << TFS_BLOCK_SHIFT) - l.blocks);
 	sb->version = TFS_VERSION;
@@ -97,7 +97,7 @@ int tfs_mkfs(void *area, tmb_u64 length, const tmb_u8 *uuid, const char *label, 
 	sb->ro_compat = ro_compat;
 	for (tmb_u32 i = 0; label && label[i] && i < sizeof(sb->label) - 1; i++)
 		sb->label[i] = label[i];
-	err = make_root(fs, uid, gid, mode);
+	err = tfs_make_root(fs, uid, gid, mode);
 	if (err)
 		goto out;
 	tfs_persist(fs, area, l.data_start << TFS_BLOCK_SHIFT);
@@ -112,7 +112,7 @@ out:
 }
 
 /* Returns whether every other member that may write has declared, in its present epoch, that it knows all features. */
-static bool all_know(struct tfs *fs)
+static bool tfs_all_know(struct tfs *fs)
 {
 	for (tmb_u32 m = 0; fs->members && m < TFS_MEMBERS; m++) {
 		tmb_u64 features = tmb_load(&tfs_member_area(fs, m)->features);
@@ -131,7 +131,7 @@ static bool all_know(struct tfs *fs)
  * that know it may open. A member that has just joined may not have declared its features yet; one that does not within JOIN_NS runs an older
  * program.
  */
-static int use_features(struct tfs *fs)
+static int tfs_use_features(struct tfs *fs)
 {
 	struct tfs_super *sb = tfs_sb(fs);
 	tmb_u64 since = tfs_os_clock();
@@ -139,7 +139,7 @@ static int use_features(struct tfs *fs)
 	tmb_store(&tfs_member_area(fs, fs->member)->features, (tmb_u64)fs->epoch << 32 | TFS_INCOMPAT_ALL);
 	tmb_fence();
 	for (tmb_u32 round = 0; (tmb_load(&sb->incompat) & TFS_INCOMPAT_ALL) != TFS_INCOMPAT_ALL; round++) {
-		if (all_know(fs)) {
+		if (tfs_all_know(fs)) {
 			tmb_fetch_or(&sb->incompat, TFS_INCOMPAT_ALL);
 			tfs_persist(fs, sb, sizeof(*sb));
 			tfs_barrier(fs);
@@ -153,7 +153,7 @@ static int use_features(struct tfs *fs)
 }
 
 /* The generation after the number, which a grant stores last. */
-static void set_root(struct tfs *fs)
+static void tfs_set_root(struct tfs *fs)
 {
 	struct tfs_member_area *area = tfs_member_area(fs, fs->member);
 
@@ -167,7 +167,7 @@ static void set_root(struct tfs *fs)
 int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *members, tmb_u32 member, tmb_u32 epoch)
 {
 	struct tfs_super *sb = area;
-	struct layout l;
+	struct tfs_layout l;
 	tmb_u64 blocks, incompat;
 	int err;
 
@@ -178,11 +178,11 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	    (tmb_load(&sb->ro_compat) & ~TFS_RO_COMPAT_PERSISTENT && !fs->read_only) || tmb_load(&sb->block_size) != TFS_BLOCK)
 		return -EPROTONOSUPPORT;
 	blocks = tmb_load(&sb->blocks);
-	if (blocks > length >> TFS_BLOCK_SHIFT || lay_out(blocks << TFS_BLOCK_SHIFT, &l) || tmb_load(&sb->member_start) != l.member_start ||
+	if (blocks > length >> TFS_BLOCK_SHIFT || tfs_lay_out(blocks << TFS_BLOCK_SHIFT, &l) || tmb_load(&sb->member_start) != l.member_start ||
 	    tmb_load(&sb->member_blocks) != TFS_MEMBER_BLOCKS || tmb_load(&sb->map_start) != l.map_start ||
 	    tmb_load(&sb->data_start) != l.data_start)
 		return -EUCLEAN;
-	use_layout(fs, area, &l);
+	tfs_use_layout(fs, area, &l);
 	memset(fs->itable_cache, 0, sizeof(fs->itable_cache));
 	memset(fs->queue, 0, sizeof(fs->queue));
 	memset(fs->freeing, 0, sizeof(fs->freeing));
@@ -205,14 +205,14 @@ int tfs_open(struct tfs *fs, void *area, tmb_u64 length, struct tmb_member *memb
 	fs->alloc_cursor = l.data_start + (l.blocks - l.data_start) / 8 * (member % 8);
 	fs->chunk_cursor = fs->alloc_cursor / TFS_FANOUT;
 	fs->inode_cursor = TFS_ROOT_INO + 1;
-	set_root(fs);
+	tfs_set_root(fs);
 	if (members) { /* the joining is durable before any work of this member */
 		tfs_persist(fs, &members[member], sizeof(members[member]));
 		tfs_barrier(fs);
 	}
 	if (fs->read_only)
 		return 0;
-	err = use_features(fs);
+	err = tfs_use_features(fs);
 	if (!err)
 		err = tfs_recover(fs, member);
 	if (err)

@@ -15,27 +15,27 @@ struct tfs_inode *tfs_tx_listed(struct tfs *fs, struct tfs_tx *tx, tmb_u32 i)
 	return ino && ino != TFS_TX_ITABLE ? tfs_inode(fs, ino) : NULL;
 }
 
-static inline tmb_u64 tx_state(struct tfs *fs, tmb_u32 state)
+static inline tmb_u64 tfs_tx_state(struct tfs *fs, tmb_u32 state)
 {
 	return (tmb_u64)fs->epoch << 32 | state;
 }
 
-static inline bool open_slot(struct tfs *fs, tmb_u32 i)
+static inline bool tfs_open_slot(struct tfs *fs, tmb_u32 i)
 {
 	struct tfs_tx *tx = tfs_tx(fs, i);
 	tmb_u64 old = tmb_load(&tx->state);
 
-	return (old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tx_state(fs, TFS_TX_OPEN));
+	return (old & 0xff) == TFS_TX_FREE && tmb_cas64(&tx->state, old, tfs_tx_state(fs, TFS_TX_OPEN));
 }
 
 /* Looks for another free slot than number i. */
-static TFS_SELDOM int claim_other(struct tfs *fs, tmb_u32 i, tmb_u32 *slot)
+static TFS_SELDOM int tfs_claim_other(struct tfs *fs, tmb_u32 i, tmb_u32 *slot)
 {
 	struct tfs_wait w;
 
 	for (tmb_u32 round = 1;; round++) {
 		i = (i + 1) % TFS_TX_RECOVERY;
-		if (open_slot(fs, i)) {
+		if (tfs_open_slot(fs, i)) {
 			*slot = i;
 			return 0;
 		}
@@ -61,7 +61,7 @@ int tfs_tx_claim(struct tfs *fs, tmb_u32 *slot)
 		return -ESHUTDOWN;
 	i = tfs_os_cpu() % TFS_TX_RECOVERY;
 	*slot = i;
-	return open_slot(fs, i) ? 0 : claim_other(fs, i, slot);
+	return tfs_open_slot(fs, i) ? 0 : tfs_claim_other(fs, i, slot);
 }
 
 int tfs_tx_begin(struct tfs *fs, tmb_u32 *slot)
@@ -180,13 +180,13 @@ void tfs_tx_commit(struct tfs *fs, tmb_u32 slot)
 
 	tfs_persist(fs, tx, sizeof(*tx));
 	tfs_barrier(fs);
-	tmb_store_release(&tx->state, tx_state(fs, TFS_TX_COMMITTED));
+	tmb_store_release(&tx->state, tfs_tx_state(fs, TFS_TX_COMMITTED));
 	tfs_persist(fs, tx, TX_HEAD);
 	tfs_barrier(fs);
 	tfs_tx_repeat(fs, tx);
 }
 
-static void clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
+static void tfs_clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
 {
 	tmb_store_release(&tx->redo, TFS_REDO_NONE); /* first, since it is about ino[0] */
 	for (tmb_u32 i = 0; i < TFS_TX_INODES; i++)
@@ -198,11 +198,11 @@ static void clear_tx(struct tfs *fs, struct tfs_tx *tx, tmb_u64 state)
 
 void tfs_tx_drop(struct tfs *fs, tmb_u32 slot)
 {
-	tmb_store_release(&tfs_tx(fs, slot)->state, tx_state(fs, TFS_TX_FREE));
+	tmb_store_release(&tfs_tx(fs, slot)->state, tfs_tx_state(fs, TFS_TX_FREE));
 }
 
 /* The end of a transaction that has freed inodes. */
-static TFS_SELDOM void end_freeing(struct tfs *fs, tmb_u32 slot, struct tfs_tx *tx)
+static TFS_SELDOM void tfs_end_freeing(struct tfs *fs, tmb_u32 slot, struct tfs_tx *tx)
 {
 	struct tfs_inode *freed[TFS_TX_INODES];
 	tmb_u32 n = 0;
@@ -215,7 +215,7 @@ static TFS_SELDOM void end_freeing(struct tfs *fs, tmb_u32 slot, struct tfs_tx *
 	}
 	fs->freeing[slot] = 0;
 	tfs_barrier(fs);
-	clear_tx(fs, tx, tx_state(fs, TFS_TX_FREE));
+	tfs_clear_tx(fs, tx, tfs_tx_state(fs, TFS_TX_FREE));
 	tfs_barrier(fs);
 	while (n)
 		tfs_set_free(fs, freed[--n]);
@@ -226,17 +226,17 @@ void tfs_tx_end(struct tfs *fs, tmb_u32 slot)
 	struct tfs_tx *tx = tfs_tx(fs, slot);
 
 	if (fs->freeing[slot]) {
-		end_freeing(fs, slot, tx);
+		tfs_end_freeing(fs, slot, tx);
 		return;
 	}
 	tfs_barrier(fs);
-	clear_tx(fs, tx, tx_state(fs, TFS_TX_FREE));
+	tfs_clear_tx(fs, tx, tfs_tx_state(fs, TFS_TX_FREE));
 	tfs_barrier(fs);
 }
 
 void tfs_tx_clear(struct tfs *fs, struct tfs_tx *tx)
 {
-	clear_tx(fs, tx, 0);
+	tfs_clear_tx(fs, tx, 0);
 }
 
 /*
@@ -258,9 +258,9 @@ int tfs_tx_begin_redo(struct tfs *fs, tmb_u64 ino, bool own)
 		err = tfs_wait_more(fs, &w, 0, TFS_MEMBERS, NULL, 0);
 	if (err)
 		return err;
-	if (!open_slot(fs, TFS_TX_RECOVERY)) {
+	if (!tfs_open_slot(fs, TFS_TX_RECOVERY)) {
 		tfs_damage(fs, "the transaction of recoveries is open", fs->member, tmb_load(&tx->state));
-		clear_tx(fs, tx, tx_state(fs, TFS_TX_OPEN));
+		tfs_clear_tx(fs, tx, tfs_tx_state(fs, TFS_TX_OPEN));
 	}
 	tfs_tx_inode(fs, TFS_TX_RECOVERY, 0, ino);
 	return 0;

@@ -28,22 +28,22 @@
 
 /* --- words ------------------------------------------------------------------------------------------------------- */
 
-static tmb_u64 field(tmb_u64 word, tmb_u64 mask)
+static tmb_u64 tfs_field(tmb_u64 word, tmb_u64 mask)
 {
 	return (word & mask) >> __builtin_ctzll(mask);
 }
 
-static tmb_u64 with(tmb_u64 word, tmb_u64 mask, tmb_u64 value)
+static tmb_u64 tfs_with(tmb_u64 word, tmb_u64 mask, tmb_u64 value)
 {
 	return (word & ~mask) | (value << __builtin_ctzll(mask) & mask);
 }
 
-static bool is_own(struct tfs *fs, tmb_u64 word)
+static bool tfs_is_own(struct tfs *fs, tmb_u64 word)
 {
 	return (word & ~TFS_LOCK_TAG) == tmb_lock_word(fs->member, fs->epoch, 0);
 }
 
-static tmb_u32 epoch_of(tmb_u64 word)
+static tmb_u32 tfs_epoch_of(tmb_u64 word)
 {
 	return (tmb_u32)(word >> 32);
 }
@@ -59,18 +59,18 @@ bool tfs_lock_held(const struct tmb_lock *lock, tmb_u32 *owner)
 /* --- queues of this member's own threads ------------------------------------------------------------------------------- */
 
 /* The lock's id in a queue. */
-static tmb_u64 id_of(struct tmb_lock *lock)
+static tmb_u64 tfs_id_of(struct tmb_lock *lock)
 {
 	return (tmb_u64)(unsigned long)lock;
 }
 
 /* Enters the queue; NULL: it is full. */
-static struct tfs_waiter *enqueue(struct tfs *fs, struct tmb_lock *lock)
+static struct tfs_waiter *tfs_enqueue(struct tfs *fs, struct tmb_lock *lock)
 {
 	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
 		struct tfs_waiter *w = &fs->queue[i];
 
-		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, id_of(lock)))
+		if (tmb_load(&w->lock) || !tmb_cas64(&w->lock, 0, tfs_id_of(lock)))
 			continue;
 		tmb_store_release(&w->number, tmb_fetch_add(&fs->numbers, 1) + 1);
 		return w;
@@ -78,13 +78,13 @@ static struct tfs_waiter *enqueue(struct tfs *fs, struct tmb_lock *lock)
 	return NULL;
 }
 
-static void dequeue(struct tfs_waiter *w)
+static void tfs_dequeue(struct tfs_waiter *w)
 {
 	tmb_store(&w->number, 0);
 	tmb_store_release(&w->lock, 0);
 }
 
-static struct tfs_waiter *first_of(struct tfs *fs, tmb_u64 lock)
+static struct tfs_waiter *tfs_first_of(struct tfs *fs, tmb_u64 lock)
 {
 	struct tfs_waiter *first = NULL;
 	tmb_u64 lowest = 0;
@@ -104,7 +104,7 @@ static struct tfs_waiter *first_of(struct tfs *fs, tmb_u64 lock)
 	return first;
 }
 
-static void wake(struct tfs *fs, struct tfs_waiter *w)
+static void tfs_wake(struct tfs *fs, struct tfs_waiter *w)
 {
 	tmb_fetch_add(&w->bell, 1);
 	tfs_os_wake(fs, &w->bell);
@@ -115,13 +115,13 @@ void tfs_rang(struct tfs *fs)
 	for (tmb_u32 i = 0; i < TFS_QUEUE; i++) {
 		tmb_u64 lock = tmb_load_acquire(&fs->queue[i].lock);
 
-		if (lock && first_of(fs, lock) == &fs->queue[i])
-			wake(fs, &fs->queue[i]);
+		if (lock && tfs_first_of(fs, lock) == &fs->queue[i])
+			tfs_wake(fs, &fs->queue[i]);
 	}
 }
 
 /* Wakes the first of a member's queue. */
-static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
+static void tfs_ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
 {
 	struct tfs_waiter *w;
 
@@ -129,9 +129,9 @@ static void ring(struct tfs *fs, struct tmb_lock *lock, tmb_u32 member)
 		tfs_ring_members(fs, 1ULL << member, TMB_PENDING_LOCK);
 		return;
 	}
-	w = first_of(fs, id_of(lock));
+	w = tfs_first_of(fs, tfs_id_of(lock));
 	if (w)
-		wake(fs, w);
+		tfs_wake(fs, w);
 }
 
 /* --- waiting ------------------------------------------------------------------------------------------------------------ */
@@ -144,7 +144,7 @@ void tfs_wait_start(struct tfs_wait *w, enum tfs_how how)
 }
 
 /* Rings an owner that has not released for long, and logs it, ever less often. */
-static void ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner)
+static void tfs_ask(struct tfs *fs, struct tfs_wait *w, tmb_u64 clock, tmb_u32 owner)
 {
 	tmb_u64 waited = clock - w->changed;
 	bool answers = owner == fs->member;
@@ -175,7 +175,7 @@ int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owne
 		w->asked = false;
 		w->tell = TELL_NS;
 	}
-	ask(fs, w, clock, owner);
+	tfs_ask(fs, w, clock, owner);
 	if (w->how == TFS_BRIEFLY && clock - w->changed > TFS_BRIEF_NS)
 		return -EAGAIN;
 	waited = clock - w->started;
@@ -188,10 +188,10 @@ int tfs_wait_more(struct tfs *fs, struct tfs_wait *w, tmb_u64 seen, tmb_u32 owne
 /* --- taking ---------------------------------------------------------------------------------------------------------------- */
 
 /* Returns the next living member that waits, after the one of the last turn; TFS_MEMBERS: none. */
-static tmb_u32 choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
+static tmb_u32 tfs_choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 {
 	tmb_u64 waiters = tmb_load_acquire(&lock->waiters);
-	tmb_u32 after = (tmb_u32)field(word, TFS_LOCK_TURN) % TFS_MEMBERS; /* the member's number + 1, so the one after it */
+	tmb_u32 after = (tmb_u32)tfs_field(word, TFS_LOCK_TURN) % TFS_MEMBERS; /* the member's number + 1, so the one after it */
 
 	for (tmb_u32 i = 0; waiters && i < TFS_MEMBERS; i++) {
 		tmb_u32 m = (after + i) % TFS_MEMBERS;
@@ -206,14 +206,14 @@ static tmb_u32 choose(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 }
 
 /* Takes an offered lock if the offer is to this member, or has ended. 'since': when the word was first seen; 0: just now. */
-static int take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_u64 since)
+static int tfs_take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_u64 since)
 {
 	tmb_u32 owner = tmb_lock_owner(now);
 
-	if (!is_own(fs, now)) {
+	if (!tfs_is_own(fs, now)) {
 		bool lapsed = since && tfs_os_clock() - since > OFFER_NS;
 
-		if (tfs_member_alive(fs, owner, epoch_of(now)) && !lapsed)
+		if (tfs_member_alive(fs, owner, tfs_epoch_of(now)) && !lapsed)
 			return 0;
 		tmb_fetch_and(&lock->waiters, ~(1ULL << owner)); /* SkipIdler: it announces itself again when it runs */
 	}
@@ -221,13 +221,13 @@ static int take_offered(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now, tmb_
 }
 
 /* Takes a lock over whose owner is dead, once the owner's transactions are recovered. */
-static int take_dead(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now)
+static int tfs_take_dead(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now)
 {
 	tmb_u32 owner = tmb_lock_owner(now);
 
-	if (tfs_member_alive(fs, owner, epoch_of(now)))
+	if (tfs_member_alive(fs, owner, tfs_epoch_of(now)))
 		return 0;
-	if (w->how != TFS_NO_RECOVERY && fs->members && tmb_load_acquire(&fs->members[owner].recovered_epoch) < epoch_of(now)) {
+	if (w->how != TFS_NO_RECOVERY && fs->members && tmb_load_acquire(&fs->members[owner].recovered_epoch) < tfs_epoch_of(now)) {
 		int err = tfs_recover_locks(fs, owner, w->how);
 
 		if (err)
@@ -237,7 +237,7 @@ static int take_dead(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, 
 }
 
 /* One attempt by the first of a queue. 1: it owns the lock; 0: not yet; or an error. */
-static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
+static int tfs_attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tmb_u64 now, tmb_u64 since)
 {
 	tmb_u64 kind = now & TFS_LOCK_KIND;
 
@@ -248,7 +248,7 @@ static int attempt(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, tm
 		tmb_cas64(&lock->word, now, 0);
 		return 0;
 	}
-	return kind == TFS_LOCK_OFFERED ? take_offered(fs, lock, now, since) : take_dead(fs, lock, w, now);
+	return kind == TFS_LOCK_OFFERED ? tfs_take_offered(fs, lock, now, since) : tfs_take_dead(fs, lock, w, now);
 }
 
 bool tfs_lock_at_once(struct tfs *fs, struct tmb_lock *lock, tmb_u32 *owner)
@@ -257,11 +257,11 @@ bool tfs_lock_at_once(struct tfs *fs, struct tmb_lock *lock, tmb_u32 *owner)
 	tmb_u64 now = tmb_load_acquire(&lock->word);
 
 	*owner = tmb_lock_owner(now);
-	return attempt(fs, lock, &w, now, 0) > 0;
+	return tfs_attempt(fs, lock, &w, now, 0) > 0;
 }
 
 /* Announces this member as a waiter of the lock in state 'now'. False: the word has changed. */
-static bool announce(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now)
+static bool tfs_announce(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now)
 {
 	if (tmb_load(&lock->word) != now)
 		return false;
@@ -270,7 +270,7 @@ static bool announce(struct tfs *fs, struct tmb_lock *lock, tmb_u64 now)
 }
 
 /* Demands the lock in state *now of its owner, and waits a moment for the offer. False: the word has changed. */
-static bool demand(struct tmb_lock *lock, tmb_u64 *now)
+static bool tfs_demand(struct tmb_lock *lock, tmb_u64 *now)
 {
 	if ((*now & TFS_LOCK_KIND) != TFS_LOCK_HELD || *now & TFS_LOCK_DEMAND)
 		return true;
@@ -283,24 +283,24 @@ static bool demand(struct tmb_lock *lock, tmb_u64 *now)
 }
 
 /* Leaves the queue, if 'place' is one. The member stays announced while it has other threads in the queue; the next unlock wakes the first of them. */
-static void withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *place)
+static void tfs_withdraw(struct tfs *fs, struct tmb_lock *lock, struct tfs_waiter *place)
 {
 	tmb_u64 bit = 1ULL << fs->member;
 
 	if (place)
-		dequeue(place);
-	if (first_of(fs, id_of(lock))) {
+		tfs_dequeue(place);
+	if (tfs_first_of(fs, tfs_id_of(lock))) {
 		tmb_fetch_or(&lock->waiters, bit);
 		return;
 	}
 	if (!(tmb_load(&lock->waiters) & bit))
 		return;
 	tmb_fetch_and(&lock->waiters, ~bit);
-	if (first_of(fs, id_of(lock))) /* Again: it may have announced itself in between */
+	if (tfs_first_of(fs, tfs_id_of(lock))) /* Again: it may have announced itself in between */
 		tmb_fetch_or(&lock->waiters, bit);
 }
 
-static bool is_gone(struct tfs_inode *inode, struct tfs_handle h)
+static bool tfs_is_gone(struct tfs_inode *inode, struct tfs_handle h)
 {
 	return inode && !tfs_is(inode, h);
 }
@@ -309,26 +309,26 @@ static bool is_gone(struct tfs_inode *inode, struct tfs_handle h)
  * Waits until this thread owns the lock (1), or the wait has ended otherwise (an error). Only the first of the queue acts, and threads that find all
  * places taken: what the others wait for may not come before such a thread has its lock. *placep: its place, NULL: none.
  */
-static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter **placep)
+static int tfs_wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait *w, struct tfs_waiter **placep)
 {
 	tmb_u64 seen = 0, since = 0;
 	bool slept = false;
 	int got;
 
 	for (;;) {
-		struct tfs_waiter *place = *placep ? *placep : (*placep = enqueue(fs, lock));
+		struct tfs_waiter *place = *placep ? *placep : (*placep = tfs_enqueue(fs, lock));
 		tmb_u32 rung = place ? tmb_load_acquire(&place->bell) : 0, owner = TFS_MEMBERS;
 		tmb_u64 now = tmb_load_acquire(&lock->word);
 
-		if (!place || first_of(fs, id_of(lock)) == place) {
+		if (!place || tfs_first_of(fs, tfs_id_of(lock)) == place) {
 			if (now != seen || !since) {
 				seen = now;
 				since = tfs_os_clock();
 			}
-			got = is_gone(w->inode, w->h) ? -ESTALE : attempt(fs, lock, w, now, since);
+			got = tfs_is_gone(w->inode, w->h) ? -ESTALE : tfs_attempt(fs, lock, w, now, since);
 			if (got)
 				return got;
-			if (!announce(fs, lock, now) || (slept && !demand(lock, &now)))
+			if (!tfs_announce(fs, lock, now) || (slept && !tfs_demand(lock, &now)))
 				continue;
 			owner = tmb_lock_owner(now);
 		}
@@ -340,13 +340,13 @@ static int wait_in_queue(struct tfs *fs, struct tmb_lock *lock, struct tfs_wait 
 }
 
 /* Spins for a lock that is about to be released. False: it stays taken, or another thread demands it. */
-static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode, struct tfs_handle h)
+static bool tfs_spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode, struct tfs_handle h)
 {
 	for (tmb_u32 i = 0; i < SPINS; i++) {
 		tmb_u64 now = tmb_load_acquire(&lock->word);
 
 		/* After the word: if that has become another inode's since, it has changed. */
-		if (is_gone(inode, h))
+		if (tfs_is_gone(inode, h))
 			return false;
 		if (!(now & 0xff) && tmb_cas64(&lock->word, now, tfs_lock_owned(fs, now)))
 			return true;
@@ -358,88 +358,88 @@ static bool spin(struct tfs *fs, struct tmb_lock *lock, struct tfs_inode *inode,
 }
 
 /* For a lock that was not free at once. */
-static TFS_SELDOM int wait_for(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
+static TFS_SELDOM int tfs_wait_for(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
 {
 	struct tfs_waiter *place = NULL;
 	struct tfs_wait w;
 	int err;
 
-	if (spin(fs, lock, inode, h))
+	if (tfs_spin(fs, lock, inode, h))
 		return 0;
 	tfs_wait_start(&w, how);
 	w.inode = inode;
 	w.h = h;
-	err = wait_in_queue(fs, lock, &w, &place);
-	if (err < 0 && is_gone(inode, h)) { /* there is no lock any more */
+	err = tfs_wait_in_queue(fs, lock, &w, &place);
+	if (err < 0 && tfs_is_gone(inode, h)) { /* there is no lock any more */
 		if (place)
-			dequeue(place);
+			tfs_dequeue(place);
 		return err;
 	}
-	withdraw(fs, lock, place);
+	tfs_withdraw(fs, lock, place);
 	if (err > 0)
 		return 0;
 	/* An offer to this member goes to the next of its queue, or to another member. */
 	if (err != -ESHUTDOWN && tmb_load(&lock->waiters))
-		ring(fs, lock, fs->member);
+		tfs_ring(fs, lock, fs->member);
 	return err;
 }
 
-static inline int may_lock(struct tfs *fs)
+static inline int tfs_may_lock(struct tfs *fs)
 {
 	return fs->read_only ? -EROFS : tfs_fenced(fs) ? -ESHUTDOWN : 0;
 }
 
 int tfs_lock_of(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how, struct tfs_inode *inode, struct tfs_handle h)
 {
-	int err = may_lock(fs);
+	int err = tfs_may_lock(fs);
 
-	return err ? err : wait_for(fs, lock, how, inode, h);
+	return err ? err : tfs_wait_for(fs, lock, how, inode, h);
 }
 
 int tfs_lock(struct tfs *fs, struct tmb_lock *lock, enum tfs_how how)
 {
-	int err = may_lock(fs);
+	int err = tfs_may_lock(fs);
 
 	if (err || tfs_try_lock(fs, lock))
 		return err;
-	return wait_for(fs, lock, how, NULL, (struct tfs_handle){0});
+	return tfs_wait_for(fs, lock, how, NULL, (struct tfs_handle){0});
 }
 
 /* Returns the word that offers the lock in state 'now' to a member. */
-static tmb_u64 offered(struct tfs *fs, tmb_u64 now, tmb_u32 to)
+static tmb_u64 tfs_offered(struct tfs *fs, tmb_u64 now, tmb_u32 to)
 {
 	tmb_u32 epoch = to == fs->member || !fs->members ? fs->epoch : tmb_epoch(tmb_load(&fs->members[to].state_epoch));
 
-	return with(now & (TFS_LOCK_TURN | TFS_LOCK_COUNT), TFS_LOCK_TURN, to + 1) | tmb_lock_word(to, epoch, 0) | TFS_LOCK_OFFERED;
+	return tfs_with(now & (TFS_LOCK_TURN | TFS_LOCK_COUNT), TFS_LOCK_TURN, to + 1) | tmb_lock_word(to, epoch, 0) | TFS_LOCK_OFFERED;
 }
 
 /* Wakes the next member, which may find that another one has taken the lock. */
-static TFS_SELDOM void wake_next(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
+static TFS_SELDOM void tfs_wake_next(struct tfs *fs, struct tmb_lock *lock, tmb_u64 word)
 {
-	tmb_u32 heir = choose(fs, lock, word);
+	tmb_u32 heir = tfs_choose(fs, lock, word);
 
 	if (heir < TFS_MEMBERS)
-		ring(fs, lock, heir);
+		tfs_ring(fs, lock, heir);
 }
 
 /* For a lock that a waiter demands. */
-static TFS_SELDOM void hand_over(struct tfs *fs, struct tmb_lock *lock)
+static TFS_SELDOM void tfs_hand_over(struct tfs *fs, struct tmb_lock *lock)
 {
 	for (;;) {
 		tmb_u64 now = tmb_load(&lock->word), next = now & (TFS_LOCK_TURN | TFS_LOCK_COUNT);
-		tmb_u32 heir = now & TFS_LOCK_DEMAND ? choose(fs, lock, now) : TFS_MEMBERS;
+		tmb_u32 heir = now & TFS_LOCK_DEMAND ? tfs_choose(fs, lock, now) : TFS_MEMBERS;
 
 		/* If this member was declared dead, the lock is no longer its own. */
-		if (!is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD)
+		if (!tfs_is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD)
 			return;
 		if (heir < TFS_MEMBERS)
-			next = offered(fs, now, heir);
+			next = tfs_offered(fs, now, heir);
 		if (!tmb_cas64(&lock->word, now, next))
 			continue;
 		if (heir < TFS_MEMBERS)
-			ring(fs, lock, heir);
+			tfs_ring(fs, lock, heir);
 		else if (tmb_load(&lock->waiters))
-			wake_next(fs, lock, now);
+			tfs_wake_next(fs, lock, now);
 		return;
 	}
 }
@@ -448,9 +448,9 @@ void tfs_unlock(struct tfs *fs, struct tmb_lock *lock)
 {
 	tmb_u64 now = tmb_load(&lock->word);
 
-	if (now & TFS_LOCK_DEMAND || !is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD ||
+	if (now & TFS_LOCK_DEMAND || !tfs_is_own(fs, now) || (now & TFS_LOCK_KIND) != TFS_LOCK_HELD ||
 	    !tmb_cas64(&lock->word, now, now & (TFS_LOCK_TURN | TFS_LOCK_COUNT)))
-		hand_over(fs, lock);
+		tfs_hand_over(fs, lock);
 	else if (tmb_load(&lock->waiters))
-		wake_next(fs, lock, now);
+		tfs_wake_next(fs, lock, now);
 }

@@ -7,20 +7,20 @@
 
 #define IMAGE_MAX (2 * TFS_XATTR_MAX)
 
-static tmb_u32 entry_bytes(const struct tfs_xattr_entry *e)
+static tmb_u32 tfs_entry_bytes(const struct tfs_xattr_entry *e)
 {
 	return (tmb_u32)((sizeof(*e) + e->name_len + e->value_len + 7) & ~7ULL);
 }
 
 /* Returns the entry at *at of a private, hostile copy, or NULL, and moves *at past it. */
-static const struct tfs_xattr_entry *next_entry(const tmb_u8 *image, tmb_u32 bytes, tmb_u32 *at)
+static const struct tfs_xattr_entry *tfs_next_entry(const tmb_u8 *image, tmb_u32 bytes, tmb_u32 *at)
 {
 	const struct tfs_xattr_entry *e = (const struct tfs_xattr_entry *)(image + *at);
 
 	if (*at + sizeof(*e) > bytes || e->name_len > TFS_NAME_MAX || !e->name_len || e->value_len > TFS_XATTR_MAX ||
-	    entry_bytes(e) > bytes - *at)
+	    tfs_entry_bytes(e) > bytes - *at)
 		return NULL;
-	*at += entry_bytes(e);
+	*at += tfs_entry_bytes(e);
 	return e;
 }
 
@@ -34,13 +34,13 @@ int tfs_xattr_image_ok(const void *image, tmb_u64 len)
 	if (len < sizeof(*head) || head->bytes != len)
 		return -EINVAL;
 	while (at < head->bytes)
-		if (!next_entry(image, head->bytes, &at))
+		if (!tfs_next_entry(image, head->bytes, &at))
 			return -EINVAL;
 	return 0;
 }
 
 /* Reads the length of the image: at least its header's. */
-static int image_bytes(struct tfs *fs, tmb_u64 root, tmb_u32 *bytes)
+static int tfs_image_bytes(struct tfs *fs, tmb_u64 root, tmb_u32 *bytes)
 {
 	struct tfs_run run;
 	int err = tfs_tree_look(fs, root, 0, 1, &run);
@@ -49,7 +49,7 @@ static int image_bytes(struct tfs *fs, tmb_u64 root, tmb_u32 *bytes)
 	return *bytes < sizeof(struct tfs_xattr_image) || *bytes > IMAGE_MAX ? -EUCLEAN : 0;
 }
 
-static int copy_image(struct tfs *fs, tmb_u64 root, tmb_u8 *image, tmb_u32 bytes)
+static int tfs_copy_image(struct tfs *fs, tmb_u64 root, tmb_u8 *image, tmb_u32 bytes)
 {
 	struct tfs_run run;
 
@@ -66,7 +66,7 @@ static int copy_image(struct tfs *fs, tmb_u64 root, tmb_u8 *image, tmb_u32 bytes
 
 /* Makes a private copy of the image, at least of its header; the caller frees it. room: bytes wanted beyond it. -EAGAIN: it was replaced
  * meanwhile. */
-static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
+static int tfs_read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle h, tmb_u32 room, tmb_u8 **out)
 {
 	struct tfs_look look = {.h = h, .inode = inode};
 	struct tfs_xattr_image *head;
@@ -76,7 +76,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 
 	tfs_keep(fs, &look);
 	root = tmb_load_acquire(&inode->xattr_root);
-	err = root ? image_bytes(fs, root, &bytes) : 0;
+	err = root ? tfs_image_bytes(fs, root, &bytes) : 0;
 	if (!tfs_kept(fs, &look))
 		return -EAGAIN;
 	if (err)
@@ -89,7 +89,7 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 	if (tmb_load_acquire(&inode->xattr_root) != root)
 		err = -EAGAIN;
 	else if (root)
-		err = copy_image(fs, root, (tmb_u8 *)head, bytes);
+		err = tfs_copy_image(fs, root, (tmb_u8 *)head, bytes);
 	else
 		head->bytes = bytes;
 	if (!tfs_kept(fs, &look))
@@ -109,14 +109,14 @@ static int read_image(struct tfs *fs, struct tfs_inode *inode, struct tfs_handle
 	return err;
 }
 
-/* Repeats read_image() while another member replaces the image. */
-static int get_image(struct tfs *fs, struct tfs_handle h, tmb_u32 room, tmb_u8 **image)
+/* Repeats tfs_read_image() while another member replaces the image. */
+static int tfs_get_image(struct tfs *fs, struct tfs_handle h, tmb_u32 room, tmb_u8 **image)
 {
 	struct tfs_inode *inode;
 	int err = tfs_live_inode(fs, h, &inode);
 
 	for (tmb_u32 tries = 0; !err && tries < 10000; tries++) {
-		err = read_image(fs, inode, h, room, image);
+		err = tfs_read_image(fs, inode, h, room, image);
 		if (err != -EAGAIN)
 			return err;
 		err = 0;
@@ -125,13 +125,13 @@ static int get_image(struct tfs *fs, struct tfs_handle h, tmb_u32 room, tmb_u8 *
 	return err ? err : tfs_damage(fs, "attributes changing without end", h.ino, 0);
 }
 
-static const struct tfs_xattr_entry *find(const tmb_u8 *image, const char *name, tmb_u32 *where)
+static const struct tfs_xattr_entry *tfs_find(const tmb_u8 *image, const char *name, tmb_u32 *where)
 {
 	const struct tfs_xattr_image *head = (const struct tfs_xattr_image *)image;
 	const struct tfs_xattr_entry *e;
 	tmb_u32 at = sizeof(*head), len = (tmb_u32)strlen(name);
 
-	while ((*where = at) < head->bytes && (e = next_entry(image, head->bytes, &at)))
+	while ((*where = at) < head->bytes && (e = tfs_next_entry(image, head->bytes, &at)))
 		if (e->name_len == len && !memcmp(e + 1, name, len))
 			return e;
 	return NULL;
@@ -149,10 +149,10 @@ tmb_s64 tfs_xattr_get(struct tfs *fs, struct tfs_handle h, const char *name, voi
 		return r;
 	if (!tmb_load(&inode->xattr_root))
 		return -ENODATA;
-	r = get_image(fs, h, 0, &image);
+	r = tfs_get_image(fs, h, 0, &image);
 	if (r)
 		return r;
-	e = find(image, name, &where);
+	e = tfs_find(image, name, &where);
 	if (!e)
 		r = -ENODATA;
 	else if (size && size < e->value_len)
@@ -170,11 +170,11 @@ tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 
 	const struct tfs_xattr_entry *e;
 	tmb_u32 at = sizeof(struct tfs_xattr_image);
 	tmb_u8 *image;
-	tmb_s64 total = 0, err = get_image(fs, h, 0, &image);
+	tmb_s64 total = 0, err = tfs_get_image(fs, h, 0, &image);
 
 	if (err)
 		return err;
-	while (at < ((struct tfs_xattr_image *)image)->bytes && (e = next_entry(image, ((struct tfs_xattr_image *)image)->bytes, &at))) {
+	while (at < ((struct tfs_xattr_image *)image)->bytes && (e = tfs_next_entry(image, ((struct tfs_xattr_image *)image)->bytes, &at))) {
 		if (size && (tmb_u64)total + e->name_len + 1 > size) {
 			total = -ERANGE;
 			break;
@@ -190,19 +190,19 @@ tmb_s64 tfs_xattr_list(struct tfs *fs, struct tfs_handle h, char *list, tmb_u64 
 }
 
 /* Changes the private image, which has room. */
-static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size, tmb_u32 flags)
+static int tfs_edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size, tmb_u32 flags)
 {
 	struct tfs_xattr_image *head = (struct tfs_xattr_image *)image;
 	struct tfs_xattr_entry *e;
 	tmb_u32 where, len = (tmb_u32)strlen(name), bytes;
-	const struct tfs_xattr_entry *old = find(image, name, &where);
+	const struct tfs_xattr_entry *old = tfs_find(image, name, &where);
 
 	if (old && flags & TFS_XATTR_CREATE)
 		return -EEXIST;
 	if (!old && (flags & TFS_XATTR_REPLACE || !value))
 		return -ENODATA;
 	if (old) {
-		bytes = entry_bytes(old);
+		bytes = tfs_entry_bytes(old);
 		memmove(image + where, image + where + bytes, head->bytes - where - bytes);
 		head->bytes -= bytes;
 		head->count--;
@@ -213,7 +213,7 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 	memset(e, 0, sizeof(*e));
 	e->name_len = (tmb_u16)len;
 	e->value_len = (tmb_u32)size;
-	bytes = entry_bytes(e);
+	bytes = tfs_entry_bytes(e);
 	if (head->bytes + bytes > IMAGE_MAX)
 		return -ENOSPC;
 	memset(e + 1, 0, bytes - sizeof(*e));
@@ -227,7 +227,7 @@ static int edit(tmb_u8 *image, const char *name, const void *value, tmb_u64 size
 /* --- changes: prepared in a transaction of the inode's, which is locked; done once that is committed ------------------------------- */
 
 /* Makes the image the inode's; one without attributes: none. need not be more than it has: then a reserved block may be used. */
-static int prepare(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot, const tmb_u8 *image, struct tfs_xattr_change *change)
+static int tfs_prepare(struct tfs *fs, struct tfs_inode *inode, tmb_u32 slot, const tmb_u8 *image, struct tfs_xattr_change *change)
 {
 	const struct tfs_xattr_image *head = (const struct tfs_xattr_image *)image;
 	tmb_u64 root = 0, need = head->count ? tfs_image_blocks(head->bytes) : 0;
@@ -269,27 +269,27 @@ void tfs_xattr_changed(struct tfs *fs, struct tfs_handle h, struct tfs_inode *in
 /* A POSIX ACL as Linux passes it (posix_acl_xattr.h, version 2): a header, then entries. */
 #define ACL_ACCESS "system.posix_acl_access"
 #define ACL_HEADER 4u
-struct acl_entry {
+struct tfs_acl_entry {
 	tmb_u16 tag, permissions;
 	tmb_u32 id;
 };
-enum { ACL_USER_OBJ = 1, ACL_GROUP_OBJ = 4, ACL_MASK = 16, ACL_OTHER = 32 };
+enum { TFS_ACL_USER_OBJ = 1, TFS_ACL_GROUP_OBJ = 4, TFS_ACL_MASK = 16, TFS_ACL_OTHER = 32 };
 
 /* Gives an ACL's entry what it has in a file with this mode; has_mask: the mode's group bits are the mask's. */
-static void agree(struct acl_entry *e, tmb_u32 mode, bool has_mask)
+static void tfs_agree(struct tfs_acl_entry *e, tmb_u32 mode, bool has_mask)
 {
-	if (e->tag == ACL_USER_OBJ)
+	if (e->tag == TFS_ACL_USER_OBJ)
 		e->permissions = mode >> 6 & 7;
-	else if (e->tag == (has_mask ? ACL_MASK : ACL_GROUP_OBJ))
+	else if (e->tag == (has_mask ? TFS_ACL_MASK : TFS_ACL_GROUP_OBJ))
 		e->permissions = mode >> 3 & 7;
-	else if (e->tag == ACL_OTHER)
+	else if (e->tag == TFS_ACL_OTHER)
 		e->permissions = mode & 7;
 }
 
 int tfs_acl_chmod(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, tmb_u32 slot, tmb_u32 mode, struct tfs_xattr_change *change)
 {
 	const struct tfs_xattr_entry *found;
-	struct acl_entry e;
+	struct tfs_acl_entry e;
 	bool has_mask = false;
 	tmb_u32 where, n;
 	tmb_u8 *image, *at;
@@ -298,30 +298,30 @@ int tfs_acl_chmod(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode, 
 	change->is_prepared = false;
 	if (!tmb_load(&inode->xattr_root))
 		return 0;
-	err = get_image(fs, h, 0, &image);
+	err = tfs_get_image(fs, h, 0, &image);
 	if (err)
 		return err;
-	found = find(image, ACL_ACCESS, &where);
+	found = tfs_find(image, ACL_ACCESS, &where);
 	if (found && found->value_len >= ACL_HEADER) {
 		at = image + where + sizeof(*found) + found->name_len + ACL_HEADER;
 		n = (found->value_len - ACL_HEADER) / (tmb_u32)sizeof(e);
 		for (tmb_u32 i = 0; i < n; i++) {
 			memcpy(&e, at + i * sizeof(e), sizeof(e));
-			has_mask |= e.tag == ACL_MASK;
+			has_mask |= e.tag == TFS_ACL_MASK;
 		}
 		for (tmb_u32 i = 0; i < n; i++) {
 			memcpy(&e, at + i * sizeof(e), sizeof(e));
-			agree(&e, mode, has_mask);
+			tfs_agree(&e, mode, has_mask);
 			memcpy(at + i * sizeof(e), &e, sizeof(e));
 		}
-		err = prepare(fs, inode, slot, image, change);
+		err = tfs_prepare(fs, inode, slot, image, change);
 	}
 	tfs_os_free(image);
 	return err;
 }
 
 /* Returns the mode of an inode whose mode is 'old' now. */
-static tmb_u64 mode_with(tmb_u64 old, tmb_u64 mode, tmb_u32 flags)
+static tmb_u64 tfs_mode_with(tmb_u64 old, tmb_u64 mode, tmb_u32 flags)
 {
 	tmb_u64 taken = flags & TFS_XATTR_PERMISSIONS ? 0777 : 07777;
 
@@ -350,20 +350,20 @@ int tfs_xattr_set(struct tfs *fs, struct tfs_handle h, const char *name, const v
 		goto unlock;
 	}
 	tfs_tx_inode(fs, slot, 0, h.ino);
-	err = get_image(fs, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
+	err = tfs_get_image(fs, h, (tmb_u32)(sizeof(struct tfs_xattr_entry) + strlen(name) + size + 8), &image);
 	if (err)
 		goto unlock;
-	err = edit(image, name, value, size, flags);
+	err = tfs_edit(image, name, value, size, flags);
 	/* Setting an ACL that equals the mode removes an attribute that may not exist. */
 	if (err == -ENODATA && !value && mode >= 0)
 		err = 0;
 	if (!err)
-		err = prepare(fs, inode, slot, image, &change);
+		err = tfs_prepare(fs, inode, slot, image, &change);
 	tfs_os_free(image);
 	if (err)
 		goto unlock;
 	if (mode >= 0)
-		tfs_tx_word(fs, slot, &inode->mode, mode_with(tmb_load(&inode->mode), (tmb_u64)mode, flags));
+		tfs_tx_word(fs, slot, &inode->mode, tfs_mode_with(tmb_load(&inode->mode), (tmb_u64)mode, flags));
 	tfs_tx_commit(fs, slot);
 	tfs_changed(inode, now, false);
 	tfs_xattr_changed(fs, h, inode, &change);

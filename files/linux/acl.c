@@ -7,7 +7,7 @@
 
 #include <linux/posix_acl_xattr.h>
 
-static const char *acl_name(int type)
+static const char *tmb_acl_name(int type)
 {
 	return type == ACL_TYPE_ACCESS ? XATTR_NAME_POSIX_ACL_ACCESS : XATTR_NAME_POSIX_ACL_DEFAULT;
 }
@@ -26,7 +26,7 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 	if (rcu)
 		return ERR_PTR(-ECHILD);
 	for (tries = 0; tries < 8; tries++) {
-		n = tfs_xattr_get(fs, tmb_h(inode), acl_name(type), NULL, 0);
+		n = tfs_xattr_get(fs, tmb_h(inode), tmb_acl_name(type), NULL, 0);
 		if (n == -ENODATA || n == 0)
 			return NULL;
 		if (n < 0)
@@ -34,7 +34,7 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 		value = kvmalloc(n, GFP_KERNEL);
 		if (!value)
 			return ERR_PTR(-ENOMEM);
-		n = tfs_xattr_get(fs, tmb_h(inode), acl_name(type), value, n);
+		n = tfs_xattr_get(fs, tmb_h(inode), tmb_acl_name(type), value, n);
 		if (n == -ERANGE) { /* it grew meanwhile */
 			kvfree(value);
 			continue;
@@ -51,7 +51,7 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 	return ERR_PTR(-EIO);
 }
 
-static int acl_encode(const struct posix_acl *acl, void **value, size_t *size)
+static int tmb_acl_encode(const struct posix_acl *acl, void **value, size_t *size)
 {
 	int n;
 
@@ -73,21 +73,21 @@ static int acl_encode(const struct posix_acl *acl, void **value, size_t *size)
 }
 
 /* Stores the ACL, and mode unless it is negative; how: TFS_XATTR_*; checked: as for tfs_xattr_set(). */
-static int store(struct inode *inode, int type, const struct posix_acl *acl, int mode, u32 how, const struct tfs_attr *checked)
+static int tmb_store_attributes(struct inode *inode, int type, const struct posix_acl *acl, int mode, u32 how, const struct tfs_attr *checked)
 {
 	void *value;
 	size_t size;
-	int err = acl_encode(acl, &value, &size);
+	int err = tmb_acl_encode(acl, &value, &size);
 
 	if (err)
 		return err;
-	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), acl_name(type), value, size, how, mode, checked, tfs_os_now());
+	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), tmb_acl_name(type), value, size, how, mode, checked, tfs_os_now());
 	kfree(value);
 	return err == -ENODATA && !acl ? 0 : err; /* nothing to remove */
 }
 
 /* Sets an ACL by the rights that follow from 'checked'. -EAGAIN: the file has another owner or other flags by now. */
-static int change(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type, const struct tfs_attr *checked)
+static int tmb_change_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type, const struct tfs_attr *checked)
 {
 	u32 how = TFS_XATTR_PERMISSIONS;
 	umode_t mode = inode->i_mode;
@@ -108,10 +108,10 @@ static int change(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, 
 	} else if (type == ACL_TYPE_DEFAULT && !S_ISDIR(inode->i_mode)) {
 		return acl ? -EACCES : 0;
 	}
-	return store(inode, type, acl, change_mode ? mode & 0777 : -1, how, checked);
+	return tmb_store_attributes(inode, type, acl, change_mode ? mode & 0777 : -1, how, checked);
 }
 
-static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
+static int tmb_store_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
 {
 	struct tfs_attr checked;
 	unsigned int tries = 0;
@@ -120,7 +120,7 @@ static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl,
 	do {
 		err = tmb_refresh_to(inode, &checked);
 		if (!err)
-			err = change(idmap, inode, acl, type, &checked);
+			err = tmb_change_acl(idmap, inode, acl, type, &checked);
 	} while (tmb_check_again(&err, &tries));
 	if (err)
 		return err;
@@ -131,28 +131,28 @@ static int set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl,
 #if TMB_ACL_BY_DENTRY
 int tmb_set_acl(tmb_idmap *idmap, struct dentry *dentry, struct posix_acl *acl, int type)
 {
-	return set_acl(idmap, d_inode(dentry), acl, type);
+	return tmb_store_acl(idmap, d_inode(dentry), acl, type);
 }
 #else
 int tmb_set_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl *acl, int type)
 {
-	return set_acl(idmap, inode, acl, type);
+	return tmb_store_acl(idmap, inode, acl, type);
 }
 #endif
 
-static size_t image_entry_size(const char *name, size_t value)
+static size_t tmb_image_entry_size(const char *name, size_t value)
 {
 	return ALIGN(sizeof(struct tfs_xattr_entry) + strlen(name) + value, 8);
 }
 
-static u8 *image_entry(u8 *p, const char *name, const void *value, size_t size)
+static u8 *tmb_image_entry(u8 *p, const char *name, const void *value, size_t size)
 {
 	struct tfs_xattr_entry e = { .name_len = strlen(name), .value_len = size };
 
 	memcpy(p, &e, sizeof(e));
 	memcpy(p + sizeof(e), name, e.name_len);
 	memcpy(p + sizeof(e) + e.name_len, value, size);
-	return p + image_entry_size(name, size);
+	return p + tmb_image_entry_size(name, size);
 }
 
 int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *length)
@@ -168,15 +168,15 @@ int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *leng
 	err = posix_acl_create(dir, mode, &default_acl, &acl);
 	if (err || (!acl && !default_acl))
 		return err;
-	err = acl_encode(acl, &acl_value, &acl_size);
+	err = tmb_acl_encode(acl, &acl_value, &acl_size);
 	if (!err)
-		err = acl_encode(default_acl, &default_value, &default_size);
+		err = tmb_acl_encode(default_acl, &default_value, &default_size);
 	if (err)
 		goto out;
 	if (acl_value)
-		bytes += image_entry_size(XATTR_NAME_POSIX_ACL_ACCESS, acl_size);
+		bytes += tmb_image_entry_size(XATTR_NAME_POSIX_ACL_ACCESS, acl_size);
 	if (default_value)
-		bytes += image_entry_size(XATTR_NAME_POSIX_ACL_DEFAULT, default_size);
+		bytes += tmb_image_entry_size(XATTR_NAME_POSIX_ACL_DEFAULT, default_size);
 	p = kzalloc(bytes, GFP_KERNEL);
 	if (!p) {
 		err = -ENOMEM;
@@ -188,9 +188,9 @@ int tmb_initial_xattrs(struct inode *dir, umode_t *mode, void **image, u32 *leng
 	((struct tfs_xattr_image *)p)->count = !!acl_value + !!default_value;
 	p += sizeof(struct tfs_xattr_image);
 	if (acl_value)
-		p = image_entry(p, XATTR_NAME_POSIX_ACL_ACCESS, acl_value, acl_size);
+		p = tmb_image_entry(p, XATTR_NAME_POSIX_ACL_ACCESS, acl_value, acl_size);
 	if (default_value)
-		image_entry(p, XATTR_NAME_POSIX_ACL_DEFAULT, default_value, default_size);
+		tmb_image_entry(p, XATTR_NAME_POSIX_ACL_DEFAULT, default_value, default_size);
 out:
 	kfree(acl_value);
 	kfree(default_value);

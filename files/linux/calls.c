@@ -23,11 +23,11 @@ struct tmb_calls_zone {
 static DEFINE_MUTEX(calls_mutex); /* the list */
 static LIST_HEAD(calls_zones);
 
-static void nothing_to_look_for(struct tmb_doorbell_client *client)
+static void tmb_nothing_to_look_for(struct tmb_doorbell_client *client)
 {
 }
 
-static int start_device(struct tmb_calls_zone *c, bool serve)
+static int tmb_start_device(struct tmb_calls_zone *c, bool serve)
 {
 	const struct tmb_calls_config config = {
 		.zone_uuid = c->zone.uuid,
@@ -47,14 +47,14 @@ static int start_device(struct tmb_calls_zone *c, bool serve)
 	return PTR_ERR_OR_ZERO(c->dev);
 }
 
-static int join(struct tmb_calls_zone *c, bool serve)
+static int tmb_join(struct tmb_calls_zone *c, bool serve)
 {
 	bool writable, joined;
 	u32 doorbell;
 	int err;
 
 	memcpy(c->doorbell.zone_uuid, c->zone.uuid, sizeof(c->zone.uuid));
-	c->doorbell.look = nothing_to_look_for;
+	c->doorbell.look = tmb_nothing_to_look_for;
 	tmb_doorbell_register(&c->doorbell);
 	doorbell = tmb_doorbell_self(&c->doorbell);
 	tmb_doorbell_unregister(&c->doorbell);
@@ -65,13 +65,13 @@ static int join(struct tmb_calls_zone *c, bool serve)
 		return err;
 	if (!joined)
 		return -EROFS;
-	err = start_device(c, serve);
+	err = tmb_start_device(c, serve);
 	if (err)
 		tmb_zone_leave(&c->zone, c->member, c->epoch);
 	return err;
 }
 
-static int add(const char *source, bool serve)
+static int tmb_add(const char *source, bool serve)
 {
 	struct tmb_calls_zone *c = kzalloc(sizeof(*c), GFP_KERNEL);
 	char *path = NULL;
@@ -86,7 +86,7 @@ static int add(const char *source, bool serve)
 	kfree(path);
 	if (err)
 		goto free;
-	err = c->zone.calls_length ? join(c, serve) : -ENODATA;
+	err = c->zone.calls_length ? tmb_join(c, serve) : -ENODATA;
 	if (err) {
 		tmb_zone_detach(&c->zone, c);
 		goto free;
@@ -106,29 +106,29 @@ free:
 	return err;
 }
 
-static int set(const char *value, bool serve)
+static int tmb_set(const char *value, bool serve)
 {
 	char *source = kstrdup(value, GFP_KERNEL);
 	int err;
 
 	if (!source)
 		return -ENOMEM;
-	err = add(strim(source), serve);
+	err = tmb_add(strim(source), serve);
 	kfree(source);
 	return err;
 }
 
-static int calls_set(const char *value, const struct kernel_param *param)
+static int tmb_calls_set(const char *value, const struct kernel_param *param)
 {
-	return set(value, false);
+	return tmb_set(value, false);
 }
 
-static int serve_set(const char *value, const struct kernel_param *param)
+static int tmb_serve_set(const char *value, const struct kernel_param *param)
 {
-	return set(value, true);
+	return tmb_set(value, true);
 }
 
-static int get(char *buffer, bool serve)
+static int tmb_get(char *buffer, bool serve)
 {
 	struct tmb_calls_zone *c;
 	int n = 0;
@@ -143,22 +143,22 @@ static int get(char *buffer, bool serve)
 	return n;
 }
 
-static int calls_get(char *buffer, const struct kernel_param *param)
+static int tmb_calls_get(char *buffer, const struct kernel_param *param)
 {
-	return get(buffer, false);
+	return tmb_get(buffer, false);
 }
 
-static int serve_get(char *buffer, const struct kernel_param *param)
+static int tmb_serve_get(char *buffer, const struct kernel_param *param)
 {
-	return get(buffer, true);
+	return tmb_get(buffer, true);
 }
 
-static const struct kernel_param_ops calls_ops = { .set = calls_set, .get = calls_get };
-module_param_cb(calls, &calls_ops, NULL, 0600);
+static const struct kernel_param_ops tmb_calls_ops = { .set = tmb_calls_set, .get = tmb_calls_get };
+module_param_cb(calls, &tmb_calls_ops, NULL, 0600);
 MODULE_PARM_DESC(calls, "write a zone's name, uuid or device: its channels for calls become /dev/tombolo-calls-NAME");
 
-static const struct kernel_param_ops serve_ops = { .set = serve_set, .get = serve_get };
-module_param_cb(serve, &serve_ops, NULL, 0600);
+static const struct kernel_param_ops tmb_serve_ops = { .set = tmb_serve_set, .get = tmb_serve_get };
+module_param_cb(serve, &tmb_serve_ops, NULL, 0600);
 MODULE_PARM_DESC(serve, "write the uuid of a client VM's zone: /dev/tombolo-serve-UUID is for the server of its calls");
 
 /* Runs when no file is open any more: open files keep the module loaded. */

@@ -26,10 +26,11 @@ typedef struct mnt_idmap tmb_idmap;
 typedef struct user_namespace tmb_idmap;
 #define tmb_nop_idmap (&init_user_ns)
 #define tmb_file_idmap(file) file_mnt_user_ns(file)
-static inline void vm_flags_set(struct vm_area_struct *vma, vm_flags_t flags)
+static inline void tmb_vm_flags_set(struct vm_area_struct *vma, vm_flags_t flags)
 {
 	vma->vm_flags |= flags;
 }
+#define vm_flags_set tmb_vm_flags_set
 #endif
 
 /* 6.2: set_acl() gets the dentry. */
@@ -54,18 +55,16 @@ static inline void vm_flags_set(struct vm_area_struct *vma, vm_flags_t flags)
 
 /* 6.7: atime and mtime by accessor. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 7, 0)
-static inline void inode_set_atime_to_ts(struct inode *inode, struct timespec64 ts)
+static inline void tmb_inode_set_atime_to_ts(struct inode *inode, struct timespec64 ts)
 {
 	inode->i_atime = ts;
 }
-static inline struct timespec64 inode_get_atime(const struct inode *inode)
-{
-	return inode->i_atime;
-}
-static inline void inode_set_mtime_to_ts(struct inode *inode, struct timespec64 ts)
+static inline void tmb_inode_set_mtime_to_ts(struct inode *inode, struct timespec64 ts)
 {
 	inode->i_mtime = ts;
 }
+#define inode_set_atime_to_ts tmb_inode_set_atime_to_ts
+#define inode_set_mtime_to_ts tmb_inode_set_mtime_to_ts
 #endif
 
 /* 6.9: the common part of all kinds of file locks moved into a struct of its own. */

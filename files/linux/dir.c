@@ -17,9 +17,9 @@
 
 /*
  * Returns whether 'dentry' of 'dir' is valid without a lookup; *stamp gets its sequence number. Safe under RCU. The order of the loads
- * matters: a reader that sees the store of own_change() sees the marks that came before, and the sequence number is loaded last.
+ * matters: a reader that sees the store of tmb_own_change() sees the marks that came before, and the sequence number is loaded last.
  */
-static bool is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
+static bool tmb_is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
 {
 	u64 to = smp_load_acquire(&tmb_i(dir)->own_to), from = READ_ONCE(tmb_i(dir)->own_from), seq;
 
@@ -30,7 +30,7 @@ static bool is_true(struct inode *dir, struct dentry *dentry, u64 *stamp)
 }
 
 /* Gives the dentry a number that no directory has, nor the dentry had before: so a validation that began earlier can't store its result. */
-static void unstamp(struct dentry *dentry)
+static void tmb_unstamp(struct dentry *dentry)
 {
 	WRITE_ONCE(dentry->d_time, (dentry->d_time | 1) + 2);
 }
@@ -39,7 +39,7 @@ static void unstamp(struct dentry *dentry)
  * Called once after this kernel changed names in 'dir' (locked) and unstamped the dentries that are no longer valid. Returns the sequence
  * number at which this kernel's other dentries of 'dir' are valid, or TMB_UNSTAMPED if another member changed the directory, too.
  */
-static u64 own_change(struct inode *dir, u64 before)
+static u64 tmb_own_change(struct inode *dir, u64 before)
 {
 	struct tmb_inode *ti = tmb_i(dir);
 	u64 now = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
@@ -55,7 +55,7 @@ static u64 own_change(struct inode *dir, u64 before)
 /* --- lookup and validation --------------------------------------------------------------------------------- */
 
 /* Returns the handle's inode. hold: a regular file is held (tmb_hold). */
-static struct inode *get(struct super_block *sb, struct tfs_handle h, bool hold)
+static struct inode *tmb_get(struct super_block *sb, struct tfs_handle h, bool hold)
 {
 	struct inode *inode = tmb_iget(sb, h);
 	int err;
@@ -69,7 +69,7 @@ static struct inode *get(struct super_block *sb, struct tfs_handle h, bool hold)
 	return ERR_PTR(err);
 }
 
-static void put(struct inode *inode, bool hold)
+static void tmb_put(struct inode *inode, bool hold)
 {
 	if (inode && hold && S_ISREG(inode->i_mode))
 		tmb_unhold(inode);
@@ -78,9 +78,9 @@ static void put(struct inode *inode, bool hold)
 
 /*
  * Looks 'name' up: *inode (NULL: none), and the sequence number at which that is valid. In a directory that keeps changing, the answer was
- * valid at some moment of the call, and is unstamped. hold: as in get().
+ * valid at some moment of the call, and is unstamped. hold: as in tmb_get().
  */
-static int find(struct inode *dir, const struct qstr *name, bool hold, struct inode **inode, u64 *stamp)
+static int tmb_find(struct inode *dir, const struct qstr *name, bool hold, struct inode **inode, u64 *stamp)
 {
 	struct tfs *fs = tmb_fs(dir);
 	int tries, err = 0;
@@ -93,7 +93,7 @@ static int find(struct inode *dir, const struct qstr *name, bool hold, struct in
 
 		err = tfs_lookup(fs, tmb_h(dir), name->name, name->len, &h, &type);
 		if (!err) {
-			*inode = get(dir->i_sb, h, hold);
+			*inode = tmb_get(dir->i_sb, h, hold);
 			if (IS_ERR(*inode)) {
 				err = PTR_ERR(*inode);
 				*inode = NULL;
@@ -105,7 +105,7 @@ static int find(struct inode *dir, const struct qstr *name, bool hold, struct in
 		if (tfs_dir_seq(fs, tmb_h(dir)) == seq && err != -ESTALE)
 			return err == -ENOENT ? 0 : err;
 		if (tries + 1 < TMB_LOOKUP_TRIES) {
-			put(*inode, hold);
+			tmb_put(*inode, hold);
 			*inode = NULL;
 			cond_resched();
 		}
@@ -114,7 +114,7 @@ static int find(struct inode *dir, const struct qstr *name, bool hold, struct in
 	return err == -ENOENT ? 0 : err;
 }
 
-static struct dentry *look_up(struct inode *dir, struct dentry *dentry, bool hold)
+static struct dentry *tmb_look_up(struct inode *dir, struct dentry *dentry, bool hold)
 {
 	struct inode *inode;
 	struct dentry *alias, *old;
@@ -123,14 +123,14 @@ static struct dentry *look_up(struct inode *dir, struct dentry *dentry, bool hol
 
 	if (dentry->d_name.len > TFS_NAME_MAX)
 		return ERR_PTR(-ENAMETOOLONG);
-	err = find(dir, &dentry->d_name, hold, &inode, &stamp);
+	err = tmb_find(dir, &dentry->d_name, hold, &inode, &stamp);
 	if (err)
 		return ERR_PTR(err);
 	dentry->d_time = stamp;
 	alias = d_splice_alias(inode, dentry);
 	if (alias == ERR_PTR(-ESTALE)) {
 		/* Another member moved a directory whose dentry can't follow during a rename here. If that dentry is unused, it can go. */
-		err = find(dir, &dentry->d_name, hold, &inode, &stamp);
+		err = tmb_find(dir, &dentry->d_name, hold, &inode, &stamp);
 		if (err)
 			return ERR_PTR(err);
 		old = inode ? d_find_any_alias(inode) : NULL;
@@ -148,11 +148,11 @@ static struct dentry *look_up(struct inode *dir, struct dentry *dentry, bool hol
 
 static struct dentry *tmb_lookup(struct inode *dir, struct dentry *dentry, unsigned int flags)
 {
-	return look_up(dir, dentry, false);
+	return tmb_look_up(dir, dentry, false);
 }
 
-/* Returns whether 'name' still means 'inode' (NULL: none): 1, 0 or an error; *stamp as find() gives it. Makes no inode. */
-static int still(struct inode *dir, const struct qstr *name, struct inode *inode, u64 *stamp)
+/* Returns whether 'name' still means 'inode' (NULL: none): 1, 0 or an error; *stamp as tmb_find() gives it. Makes no inode. */
+static int tmb_still(struct inode *dir, const struct qstr *name, struct inode *inode, u64 *stamp)
 {
 	struct tfs *fs = tmb_fs(dir);
 	u64 seq = tfs_dir_seq(fs, tmb_h(dir));
@@ -175,7 +175,7 @@ static int still(struct inode *dir, const struct qstr *name, struct inode *inode
  * The VFS checks an inode's owner, mode and flags before it calls an operation (sticky directories, protected links, immutable files). So they are
  * renewed with the name. The operation meets an error again. Safe under RCU.
  */
-static void renew(struct inode *inode)
+static void tmb_renew(struct inode *inode)
 {
 	if (inode)
 		tmb_refresh(inode);
@@ -191,9 +191,9 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 
 	if (flags & LOOKUP_RCU) {
 		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
-		if (!dir || !is_true(dir, dentry, &stamp))
+		if (!dir || !tmb_is_true(dir, dentry, &stamp))
 			return -ECHILD;
-		renew(d_inode_rcu(dentry));
+		tmb_renew(d_inode_rcu(dentry));
 		return 1;
 	}
 	/* The second walk of an open that found a file removed after its lookup: tmb_atomic_open() holds what it looks up. */
@@ -201,20 +201,20 @@ static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
 		return 0;
 	parent = dget_parent(dentry);
 	dir = d_inode(parent);
-	if (is_true(dir, dentry, &stamp)) {
+	if (tmb_is_true(dir, dentry, &stamp)) {
 		dput(parent);
-		renew(d_inode(dentry));
+		tmb_renew(d_inode(dentry));
 		return 1;
 	}
 	take_dentry_name_snapshot(&name, dentry);
-	valid = still(dir, &name.name, d_inode(dentry), &now);
+	valid = tmb_still(dir, &name.name, d_inode(dentry), &now);
 	release_dentry_name_snapshot(&name);
 	dput(parent);
 	/* Not if an operation of this kernel has marked it meanwhile. */
 	if (valid > 0 && !(now & 1))
 		cmpxchg(&dentry->d_time, stamp, now);
 	if (valid > 0)
-		renew(d_inode(dentry));
+		tmb_renew(d_inode(dentry));
 	return valid;
 }
 
@@ -237,7 +237,7 @@ const struct dentry_operations tmb_dentry_ops = {
  * Makes an inode with a name, or without (name NULL). The inode is held (tmb_hold): it stays alive if another member removes the name at once.
  * Otherwise the operation would fail with ESTALE after it had made the name, and the VFS would make the name again.
  */
-static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr *name, umode_t mode, dev_t rdev, const char *target)
+static struct inode *tmb_make(tmb_idmap *idmap, struct inode *dir, const struct qstr *name, umode_t mode, dev_t rdev, const char *target)
 {
 	struct tfs *fs = tmb_fs(dir);
 	struct tfs_create c = {};
@@ -293,10 +293,10 @@ static struct inode *make(tmb_idmap *idmap, struct inode *dir, const struct qstr
 }
 
 /* opens: the caller opens the inode, then calls tmb_unhold(). */
-static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target, bool opens)
+static int tmb_make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev, const char *target, bool opens)
 {
 	u64 before = tfs_dir_seq(tmb_fs(dir), tmb_h(dir));
-	struct inode *inode = make(idmap, dir, &dentry->d_name, mode, rdev, target);
+	struct inode *inode = tmb_make(idmap, dir, &dentry->d_name, mode, rdev, target);
 
 	if (IS_ERR(inode)) {
 		/* Another member made the name: no negative dentry may stay. */
@@ -323,18 +323,18 @@ static int make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry
 	} else {
 		d_instantiate(dentry, inode);
 	}
-	WRITE_ONCE(dentry->d_time, own_change(dir, before));
+	WRITE_ONCE(dentry->d_time, tmb_own_change(dir, before));
 	return 0;
 }
 
 /* A regular file that is not opened: mknod(2), and other file systems on top of this one. */
 static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, bool excl)
 {
-	return make_named(idmap, dir, dentry, mode, 0, NULL, false);
+	return tmb_make_named(idmap, dir, dentry, mode, 0, NULL, false);
 }
 
 /* Opens the file that a lookup found and holds. The VFS checks permissions after this, too: what it will refuse is left to it unopened. */
-static int open_held(struct file *file, struct dentry *dentry, unsigned int flags)
+static int tmb_open_held(struct file *file, struct dentry *dentry, unsigned int flags)
 {
 	int mask = MAY_OPEN | ACC_MODE(flags) | (flags & O_TRUNC ? MAY_WRITE : 0), err;
 	struct inode *inode = d_inode(dentry);
@@ -349,9 +349,9 @@ static int open_held(struct file *file, struct dentry *dentry, unsigned int flag
 	return err;
 }
 
-static int create_and_open(struct inode *dir, struct dentry *dentry, struct file *file, umode_t mode)
+static int tmb_create_and_open(struct inode *dir, struct dentry *dentry, struct file *file, umode_t mode)
 {
-	int err = make_named(tmb_file_idmap(file), dir, dentry, S_IFREG | mode, 0, NULL, true);
+	int err = tmb_make_named(tmb_file_idmap(file), dir, dentry, S_IFREG | mode, 0, NULL, true);
 
 	if (err)
 		return err;
@@ -371,7 +371,7 @@ static int tmb_atomic_open(struct inode *dir, struct dentry *dentry, struct file
 	unsigned int tries;
 
 	if (d_in_lookup(dentry))
-		found = look_up(dir, dentry, true);
+		found = tmb_look_up(dir, dentry, true);
 	for (tries = 0; tries < TMB_LOOKUP_TRIES; tries++) {
 		int err;
 
@@ -380,38 +380,38 @@ static int tmb_atomic_open(struct inode *dir, struct dentry *dentry, struct file
 		if (found) /* another dentry: that of a directory */
 			return finish_no_open(file, found);
 		if (d_really_is_positive(dentry))
-			return open_held(file, dentry, flags);
+			return tmb_open_held(file, dentry, flags);
 		if (!(flags & O_CREAT))
 			return finish_no_open(file, NULL);
-		err = create_and_open(dir, dentry, file, mode);
+		err = tmb_create_and_open(dir, dentry, file, mode);
 		if (err != -EEXIST || flags & O_EXCL)
 			return err;
 		cond_resched();
-		found = look_up(dir, dentry, true);
+		found = tmb_look_up(dir, dentry, true);
 	}
 	return -ESTALE;
 }
 
 static int tmb_mknod(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, dev_t rdev)
 {
-	return make_named(idmap, dir, dentry, mode, rdev, NULL, false);
+	return tmb_make_named(idmap, dir, dentry, mode, rdev, NULL, false);
 }
 
 static int tmb_mkdir(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode)
 {
-	return make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL, false);
+	return tmb_make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL, false);
 }
 
 static int tmb_symlink(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, const char *target)
 {
 	if (strlen(target) > TFS_SYMLINK_MAX)
 		return -ENAMETOOLONG;
-	return make_named(idmap, dir, dentry, S_IFLNK | 0777, 0, target, false);
+	return tmb_make_named(idmap, dir, dentry, S_IFLNK | 0777, 0, target, false);
 }
 
 static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, umode_t mode)
 {
-	struct inode *inode = make(idmap, dir, NULL, mode, 0, NULL);
+	struct inode *inode = tmb_make(idmap, dir, NULL, mode, 0, NULL);
 	int err;
 
 	if (IS_ERR(inode))
@@ -455,13 +455,13 @@ static int tmb_link(struct dentry *old, struct inode *dir, struct dentry *dentry
 	tmb_tell_name(dir, &dentry->d_name, inode, FS_CREATE);
 	ihold(inode);
 	d_instantiate(dentry, inode);
-	WRITE_ONCE(dentry->d_time, own_change(dir, before));
+	WRITE_ONCE(dentry->d_time, tmb_own_change(dir, before));
 	return 0;
 }
 
 /* --- removing and renaming ----------------------------------------------------------------------------------- */
 
-static int remove(struct inode *dir, struct dentry *dentry, bool directory)
+static int tmb_remove(struct inode *dir, struct dentry *dentry, bool directory)
 {
 	struct inode *inode = d_inode(dentry);
 	struct tfs *fs = tmb_fs(dir);
@@ -487,23 +487,23 @@ static int remove(struct inode *dir, struct dentry *dentry, bool directory)
 	}
 	tmb_tell_name(dir, name, inode, FS_DELETE | (inode->i_nlink ? 0 : FS_DELETE_SELF));
 	tmb_unreference(inode);
-	unstamp(dentry);
-	own_change(dir, before);
+	tmb_unstamp(dentry);
+	tmb_own_change(dir, before);
 	return 0;
 }
 
 static int tmb_unlink(struct inode *dir, struct dentry *dentry)
 {
-	return remove(dir, dentry, false);
+	return tmb_remove(dir, dentry, false);
 }
 
 static int tmb_rmdir(struct inode *dir, struct dentry *dentry)
 {
-	return remove(dir, dentry, true);
+	return tmb_remove(dir, dentry, true);
 }
 
 /* In a sticky directory the VFS allowed the rename because of the owner of the name's inode: the name must still mean that inode. */
-static struct tfs_handle expected(struct inode *dir, struct dentry *dentry)
+static struct tfs_handle tmb_expected(struct inode *dir, struct dentry *dentry)
 {
 	if (!(dir->i_mode & S_ISVTX))
 		return (struct tfs_handle){};
@@ -534,19 +534,19 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 			return err;
 	}
 	err = tfs_rename(tmb_fs(old_dir),
-			 &(struct tfs_name){ tmb_h(old_dir), old->d_name.name, old->d_name.len, expected(old_dir, old) },
-			 &(struct tfs_name){ tmb_h(new_dir), new->d_name.name, new->d_name.len, expected(new_dir, new) }, how,
+			 &(struct tfs_name){ tmb_h(old_dir), old->d_name.name, old->d_name.len, tmb_expected(old_dir, old) },
+			 &(struct tfs_name){ tmb_h(new_dir), new->d_name.name, new->d_name.len, tmb_expected(new_dir, new) }, how,
 			 tfs_os_now());
-	unstamp(old);
-	unstamp(new);
+	tmb_unstamp(old);
+	tmb_unstamp(new);
 	if (err) {
 		if (target)
 			tmb_unreference(target);
 		return err;
 	}
-	own_change(new_dir, new_before);
+	tmb_own_change(new_dir, new_before);
 	if (old_dir != new_dir)
-		own_change(old_dir, old_before);
+		tmb_own_change(old_dir, old_before);
 	tmb_tell_move(old_dir, &old->d_name, new_dir, &new->d_name, d_inode(old));
 	if (target && flags & RENAME_EXCHANGE)
 		tmb_tell_move(new_dir, &new->d_name, old_dir, &old->d_name, target);
@@ -566,15 +566,15 @@ static int tmb_rename(tmb_idmap *idmap, struct inode *old_dir, struct dentry *ol
 
 /* --- reading a directory --------------------------------------------------------------------------------------- */
 
-struct readdir_context {
+struct tmb_readdir_context {
 	struct dir_context *dir;
 	bool full;
 };
 
 /* Positions 0 and 1 are "." and "..", the core's follow. */
-static bool emit(void *data, const char *name, tmb_u32 len, tmb_u64 ino, tmb_u8 type, tmb_u64 next_pos)
+static bool tmb_emit(void *data, const char *name, tmb_u32 len, tmb_u64 ino, tmb_u8 type, tmb_u64 next_pos)
 {
-	struct readdir_context *c = data;
+	struct tmb_readdir_context *c = data;
 
 	if (!dir_emit(c->dir, name, len, ino, type))
 		return false;
@@ -586,7 +586,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 {
 	struct inode *inode = file_inode(file);
 	struct tfs *fs = tmb_fs(inode);
-	struct readdir_context c = { .dir = dir };
+	struct tmb_readdir_context c = { .dir = dir };
 	u64 pos;
 	int err = tmb_refresh(inode);
 
@@ -607,7 +607,7 @@ static int tmb_iterate(struct file *file, struct dir_context *dir)
 	if (dir->pos < 2)
 		return -EINVAL;
 	pos = dir->pos - 2;
-	err = tfs_readdir(fs, tmb_h(inode), &pos, emit, &c);
+	err = tfs_readdir(fs, tmb_h(inode), &pos, tmb_emit, &c);
 	if (err)
 		return err;
 	dir->pos = pos + 2;

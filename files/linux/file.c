@@ -24,7 +24,7 @@
 #define TMB_PINNED_MS 30000	/* how long a truncation waits for pages that are in a pipe or under direct I/O, before it gives -EBUSY */
 #define TMB_WRITE_RESTARTS 8	/* of a write whose buffer faults, before it is split */
 
-static size_t copy_out(struct tfs *fs, const struct tfs_run *run, size_t skip, size_t n, struct iov_iter *to)
+static size_t tmb_copy_out(struct tfs *fs, const struct tfs_run *run, size_t skip, size_t n, struct iov_iter *to)
 {
 	size_t done;
 
@@ -56,7 +56,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 			err = n;
 			break;
 		}
-		done = copy_out(fs, &look.run, skip, n, to);
+		done = tmb_copy_out(fs, &look.run, skip, n, to);
 		there = tfs_look_end(fs, &look, pos, done);
 		if (there == -EAGAIN) {
 			iov_iter_revert(to, done);
@@ -96,7 +96,7 @@ static ssize_t tmb_read_iter(struct kiocb *iocb, struct iov_iter *to)
 /* --- writing ----------------------------------------------------------------------------------------------- */
 
 /* Copies into one run that tfs_write_map gave, and zeroes the rest of new blocks. Returns bytes copied. */
-static size_t copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_t skip, size_t n, struct iov_iter *from)
+static size_t tmb_copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_t skip, size_t n, struct iov_iter *from)
 {
 	bool stream = n >= TMB_STREAM_BYTES || (n >= TFS_BLOCK && size > TMB_STREAM_FILE);
 	u8 *start = tfs_block(fs, w->run.block);
@@ -119,8 +119,8 @@ static size_t copy_in(struct tfs *fs, const struct tfs_write *w, u64 size, size_
  * Writes 'from' at pos, with the inode locked here and across members. *done: bytes written. If the buffer is not present: -EAGAIN, and
  * nothing is written, since other members see whole writes; or, with 'pieces', -EFAULT, and the part before is written.
  */
-static int write_locked(struct inode *inode, struct tfs_write *w, const struct tfs_attr *attr, loff_t pos, struct iov_iter *from,
-			bool pieces, size_t *done)
+static int tmb_write_locked(struct inode *inode, struct tfs_write *w, const struct tfs_attr *attr, loff_t pos, struct iov_iter *from,
+			    bool pieces, size_t *done)
 {
 	struct tfs *fs = tmb_fs(inode);
 	bool kill_suid = attr->mode & (S_ISUID | S_ISGID) && !capable(CAP_FSETID);
@@ -139,7 +139,7 @@ static int write_locked(struct inode *inode, struct tfs_write *w, const struct t
 		if (err)
 			break;
 		n = min_t(u64, left, (w->run.count << TFS_BLOCK_SHIFT) - skip);
-		copied = copy_in(fs, w, attr->size, skip, n, from);
+		copied = tmb_copy_in(fs, w, attr->size, skip, n, from);
 		err = tfs_write_done_locked(fs, w);
 		if (err)
 			break;
@@ -156,7 +156,7 @@ static int write_locked(struct inode *inode, struct tfs_write *w, const struct t
 }
 
 /* Removes setuid bits and capabilities, which other members may have set since this kernel last looked. */
-static int remove_privileges(struct file *file)
+static int tmb_remove_privileges(struct file *file)
 {
 	struct inode *inode = file_inode(file);
 	int err = tmb_refresh(inode);
@@ -168,14 +168,14 @@ static int remove_privileges(struct file *file)
 }
 
 /* Releases what tfs_write_begin took, with nothing written. */
-static void abandon_write(struct tfs *fs, struct tfs_write *w)
+static void tmb_abandon_write(struct tfs *fs, struct tfs_write *w)
 {
 	tfs_write_end_locked(fs, w, 0, false, 0);
 	tfs_unlock_inode(fs, w->h.ino);
 }
 
 /* Begins a write: locks the inode across members and removes its privileges. */
-static int lock_for_write(struct file *file, struct tfs_write *w, struct tfs_attr *attr)
+static int tmb_lock_for_write(struct file *file, struct tfs_write *w, struct tfs_attr *attr)
 {
 	struct inode *inode = file_inode(file);
 	struct tfs *fs = tmb_fs(inode);
@@ -191,9 +191,9 @@ static int lock_for_write(struct file *file, struct tfs_write *w, struct tfs_att
 			err = -EPERM;
 		if (!err && (removed || (!(attr->mode & (S_ISUID | S_ISGID)) && !attr->has_xattr)))
 			return 0;
-		abandon_write(fs, w);
+		tmb_abandon_write(fs, w);
 		if (!err)
-			err = remove_privileges(file);
+			err = tmb_remove_privileges(file);
 		if (err)
 			return err;
 		removed = true;
@@ -219,7 +219,7 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 		size_t done = 0, want, left;
 		struct tfs_attr attr;
 
-		err = lock_for_write(file, &w, &attr);
+		err = tmb_lock_for_write(file, &w, &attr);
 		if (err)
 			break;
 		/* generic_write_checks() takes the end from this kernel's copy. Only a holder of the core's lock changes the size. */
@@ -227,12 +227,12 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 			tmb_refresh_size(inode);
 		err = generic_write_checks(iocb, from);
 		if (err <= 0) {
-			abandon_write(fs, &w);
+			tmb_abandon_write(fs, &w);
 			break;
 		}
 		want = err;
 		saved = *from;
-		err = write_locked(inode, &w, &attr, iocb->ki_pos, from, pieces, &done);
+		err = tmb_write_locked(inode, &w, &attr, iocb->ki_pos, from, pieces, &done);
 		if (iocb->ki_pos + done > attr.size)
 			tmb_refresh_size(inode);
 		tfs_unlock_inode(fs, inode->i_ino);
@@ -268,14 +268,14 @@ static ssize_t tmb_write_iter(struct kiocb *iocb, struct iov_iter *from)
 /* --- size and space ------------------------------------------------------------------------------------------ */
 
 /* Locks the inode across members, and refuses what the file's flags forbid. A file that is given loses its privileges, as by a write. */
-static int lock_for_removal(struct inode *inode, struct file *file, struct tfs_write *w)
+static int tmb_lock_for_removal(struct inode *inode, struct file *file, struct tfs_write *w)
 {
 	struct tfs *fs = tmb_fs(inode);
 	struct tfs_attr attr;
 	int err;
 
 	if (file) {
-		err = lock_for_write(file, w, &attr);
+		err = tmb_lock_for_write(file, w, &attr);
 		if (err)
 			return err;
 	} else {
@@ -287,7 +287,7 @@ static int lock_for_removal(struct inode *inode, struct file *file, struct tfs_w
 	if (!err && attr.flags & (TFS_FL_IMMUTABLE | TFS_FL_APPEND))
 		err = -EPERM;
 	if (err)
-		abandon_write(fs, w);
+		tmb_abandon_write(fs, w);
 	return err;
 }
 
@@ -296,14 +296,14 @@ static int lock_for_removal(struct inode *inode, struct file *file, struct tfs_w
  * is not held while this waits for another member, or for pages in a pipe or under direct I/O. The caller's i_rwsem is released while it waits for pages,
  * so what the caller has checked is checked again.
  */
-static int begin_removal(struct inode *inode, struct file *file, struct tfs_write *w)
+static int tmb_begin_removal(struct inode *inode, struct file *file, struct tfs_write *w)
 {
 	unsigned long until = jiffies + msecs_to_jiffies(TMB_PINNED_MS), pause = 1;
 	struct tfs *fs = tmb_fs(inode);
 	int err;
 
 	for (;;) {
-		err = lock_for_removal(inode, file, w);
+		err = tmb_lock_for_removal(inode, file, w);
 		if (err)
 			return err;
 		filemap_invalidate_lock(inode->i_mapping);
@@ -311,7 +311,7 @@ static int begin_removal(struct inode *inode, struct file *file, struct tfs_writ
 		if (!err)
 			return 0;
 		filemap_invalidate_unlock(inode->i_mapping);
-		abandon_write(fs, w);
+		tmb_abandon_write(fs, w);
 		if (err != -EBUSY || time_after(jiffies, until))
 			return err;
 		/* A process that unlinks or renames the file waits for i_rwsem with its directory's held. */
@@ -324,7 +324,7 @@ static int begin_removal(struct inode *inode, struct file *file, struct tfs_writ
 	}
 }
 
-static void end_removal(struct inode *inode)
+static void tmb_end_removal(struct inode *inode)
 {
 	filemap_invalidate_unlock(inode->i_mapping);
 	tfs_unlock_inode(tmb_fs(inode), inode->i_ino);
@@ -333,7 +333,7 @@ static void end_removal(struct inode *inode)
 int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 {
 	struct tfs_write w;
-	int err = begin_removal(inode, NULL, &w);
+	int err = tmb_begin_removal(inode, NULL, &w);
 
 	if (err)
 		return err;
@@ -343,20 +343,20 @@ int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid)
 		/* Private copies of pages beyond the end go too. */
 		unmap_mapping_range(tmb_pages(inode), round_up(size, PAGE_SIZE), 0, 1);
 	}
-	end_removal(inode);
+	tmb_end_removal(inode);
 	return err;
 }
 
-static int punch(struct file *file, loff_t offset, loff_t length)
+static int tmb_punch(struct file *file, loff_t offset, loff_t length)
 {
 	struct inode *inode = file_inode(file);
 	struct tfs_write w;
-	int err = begin_removal(inode, file, &w);
+	int err = tmb_begin_removal(inode, file, &w);
 
 	if (err)
 		return err;
 	err = tfs_punch_locked(tmb_fs(inode), &w, offset, offset + length, tfs_os_now());
-	end_removal(inode);
+	tmb_end_removal(inode);
 	return err;
 }
 
@@ -378,13 +378,13 @@ static long tmb_fallocate(struct file *file, int mode, loff_t offset, loff_t len
 	if (!err && (IS_IMMUTABLE(inode) || (IS_APPEND(inode) && mode & ~FALLOC_FL_KEEP_SIZE)))
 		err = -EPERM;
 	if (!err)
-		err = remove_privileges(file);
+		err = tmb_remove_privileges(file);
 	if (!err && !(mode & FALLOC_FL_KEEP_SIZE) && offset + length > i_size_read(inode))
 		err = inode_newsize_ok(inode, offset + length);
 	if (err)
 		goto out;
 	if (mode & FALLOC_FL_PUNCH_HOLE) {
-		err = punch(file, offset, length);
+		err = tmb_punch(file, offset, length);
 	} else {
 		err = tfs_fallocate(tmb_fs(inode), tmb_h(inode), how, offset, length, tfs_os_now());
 		tmb_holes_filled(inode, offset, length);

@@ -13,21 +13,21 @@
 
 #define TMB_CHECK_TRIES 100 /* each further one means that another member has changed the inode's owner or flags */
 
-struct iget_key {
+struct tmb_iget_key {
 	u64 ino;
 	u32 generation;
 };
 
-static int iget_test(struct inode *inode, void *data)
+static int tmb_iget_test(struct inode *inode, void *data)
 {
-	struct iget_key *k = data;
+	struct tmb_iget_key *k = data;
 
 	return inode->i_ino == k->ino && tmb_i(inode)->generation == k->generation;
 }
 
-static int iget_set(struct inode *inode, void *data)
+static int tmb_iget_set(struct inode *inode, void *data)
 {
-	struct iget_key *k = data;
+	struct tmb_iget_key *k = data;
 
 	inode->i_ino = k->ino;
 	inode->i_generation = k->generation;
@@ -39,7 +39,7 @@ static int iget_set(struct inode *inode, void *data)
  * Stores attributes in the VFS's inode. The caller holds i_lock, and has held it since it read them: a refresh that was held up on its way replaces no
  * newer ones, and two concurrent ones don't confuse the super block's count of unlinked inodes.
  */
-static void apply(struct inode *inode, const struct tfs_attr *a)
+static void tmb_apply(struct inode *inode, const struct tfs_attr *a)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	unsigned int flags = 0;
@@ -67,7 +67,7 @@ static void apply(struct inode *inode, const struct tfs_attr *a)
 }
 
 /* Returns whether the copies equal the zone's attributes. */
-static bool fresh(struct inode *inode)
+static bool tmb_fresh(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	bool same = i_size_read(inode) == ti->seen.size && inode->i_nlink == ti->seen.nlink &&
@@ -78,7 +78,7 @@ static bool fresh(struct inode *inode)
 }
 
 /* Not inlined: copies that are fresh need no room for others on the stack. */
-static noinline int load(struct inode *inode)
+static noinline int tmb_load_attributes(struct inode *inode)
 {
 	struct tfs_attr a;
 	int err;
@@ -90,7 +90,7 @@ static noinline int load(struct inode *inode)
 		err = -EUCLEAN;
 	}
 	if (!err)
-		apply(inode, &a);
+		tmb_apply(inode, &a);
 	spin_unlock(&inode->i_lock);
 	return err;
 }
@@ -98,7 +98,7 @@ static noinline int load(struct inode *inode)
 /* Renews the copies. -ESTALE: the file is gone; -EUCLEAN: the zone is damaged. Safe under RCU. */
 int tmb_refresh(struct inode *inode)
 {
-	return fresh(inode) ? 0 : load(inode);
+	return tmb_fresh(inode) ? 0 : tmb_load_attributes(inode);
 }
 
 /* Renews the copy of the size alone, which is less work. The caller may hold the core's lock of the inode. */
@@ -139,7 +139,7 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 {
 	struct tfs *fs = &tmb_sb(sb)->fs;
 	u64 ino = h.ino;
-	struct iget_key key = { .ino = ino };
+	struct tmb_iget_key key = { .ino = ino };
 	struct inode *inode;
 	struct tfs_attr a;
 	int err = tfs_getattr(fs, h, &a);
@@ -147,7 +147,7 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 	if (err)
 		return ERR_PTR(err);
 	key.generation = a.generation;
-	inode = iget5_locked(sb, ino, iget_test, iget_set, &key);
+	inode = iget5_locked(sb, ino, tmb_iget_test, tmb_iget_set, &key);
 	if (!inode)
 		return ERR_PTR(-ENOMEM);
 	if (!(inode->i_state & I_NEW)) {
@@ -158,7 +158,7 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 		return ERR_PTR(err);
 	}
 	spin_lock(&inode->i_lock);
-	apply(inode, &a);
+	tmb_apply(inode, &a);
 	spin_unlock(&inode->i_lock);
 	cache_no_acl(inode);
 	inode->i_acl = inode->i_default_acl = ACL_DONT_CACHE;
@@ -195,24 +195,24 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 /* --- references of openers ---------------------------------------------------------------------------- */
 
 /* A reference to give back in the zone, of an inode that this kernel has evicted. */
-struct closing {
+struct tmb_closing {
 	struct list_head link;
 	struct work_struct work;
 	struct tmb_sb *s;
 	struct tfs_handle h;
-	enum { CLOSE_QUEUED, CLOSE_RUNS, CLOSE_TAKEN_OVER } state;
+	enum { TMB_CLOSE_QUEUED, TMB_CLOSE_RUNS, TMB_CLOSE_TAKEN_OVER } state;
 };
 
-static void close_ref(struct work_struct *work)
+static void tmb_close_ref(struct work_struct *work)
 {
-	struct closing *c = container_of(work, struct closing, work);
+	struct tmb_closing *c = container_of(work, struct tmb_closing, work);
 	struct tmb_sb *s = c->s;
 	bool runs;
 
 	spin_lock(&s->closing_lock);
-	runs = c->state == CLOSE_QUEUED;
+	runs = c->state == TMB_CLOSE_QUEUED;
 	if (runs)
-		c->state = CLOSE_RUNS;
+		c->state = TMB_CLOSE_RUNS;
 	spin_unlock(&s->closing_lock);
 	if (runs)
 		tfs_close_ref(&s->fs, c->h);
@@ -224,9 +224,9 @@ static void close_ref(struct work_struct *work)
 }
 
 /* Returns a reference of an earlier inode of this file that is in this state; NULL: there is none. The caller holds closing_lock. */
-static struct closing *find_closing(struct tmb_sb *s, struct tfs_handle h, int state)
+static struct tmb_closing *tmb_find_closing(struct tmb_sb *s, struct tfs_handle h, int state)
 {
-	struct closing *c;
+	struct tmb_closing *c;
 
 	list_for_each_entry(c, &s->closing, link)
 		if (c->h.ino == h.ino && c->h.generation == h.generation && c->state == state)
@@ -234,25 +234,25 @@ static struct closing *find_closing(struct tmb_sb *s, struct tfs_handle h, int s
 	return NULL;
 }
 
-static bool closing_now(struct tmb_sb *s, struct tfs_handle h)
+static bool tmb_closing_now(struct tmb_sb *s, struct tfs_handle h)
 {
 	bool yes;
 
 	spin_lock(&s->closing_lock);
-	yes = find_closing(s, h, CLOSE_RUNS);
+	yes = tmb_find_closing(s, h, TMB_CLOSE_RUNS);
 	spin_unlock(&s->closing_lock);
 	return yes;
 }
 
 /* Takes over the reference of an earlier inode of this file that waits to be given back; false: there is none. */
-static bool take_over(struct tmb_sb *s, struct tfs_handle h)
+static bool tmb_take_over(struct tmb_sb *s, struct tfs_handle h)
 {
-	struct closing *c;
+	struct tmb_closing *c;
 
 	spin_lock(&s->closing_lock);
-	c = find_closing(s, h, CLOSE_QUEUED);
+	c = tmb_find_closing(s, h, TMB_CLOSE_QUEUED);
 	if (c)
-		c->state = CLOSE_TAKEN_OVER;
+		c->state = TMB_CLOSE_TAKEN_OVER;
 	spin_unlock(&s->closing_lock);
 	return c;
 }
@@ -268,20 +268,20 @@ void tmb_closing_start(struct tmb_sb *s)
  * Returns whether a work item of its own gives the reference back. The last user of a removed file may have to wait for other members' locks. Neither
  * reclaim nor the worker may wait: the locks' owners may be waiting for them.
  */
-static bool close_later(struct inode *inode)
+static bool tmb_close_later(struct inode *inode)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
-	struct closing *c;
+	struct tmb_closing *c;
 
 	if (!(current->flags & (PF_MEMALLOC | PF_WQ_WORKER)))
 		return false;
 	c = kmalloc(sizeof(*c), GFP_NOWAIT | __GFP_NOWARN);
 	if (!c)
 		return false;
-	INIT_WORK(&c->work, close_ref);
+	INIT_WORK(&c->work, tmb_close_ref);
 	c->s = s;
 	c->h = tmb_h(inode);
-	c->state = CLOSE_QUEUED;
+	c->state = TMB_CLOSE_QUEUED;
 	spin_lock(&s->closing_lock);
 	list_add_tail(&c->link, &s->closing);
 	spin_unlock(&s->closing_lock);
@@ -289,7 +289,7 @@ static bool close_later(struct inode *inode)
 	return true;
 }
 
-static int reference_locked(struct inode *inode)
+static int tmb_reference_locked(struct inode *inode)
 {
 	struct tmb_inode *ti = tmb_i(inode);
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
@@ -303,11 +303,11 @@ static int reference_locked(struct inode *inode)
 	 * queued before this one was made.
 	 */
 	if (!list_empty(&s->closing)) {
-		if (take_over(s, tmb_h(inode))) {
+		if (tmb_take_over(s, tmb_h(inode))) {
 			ti->referenced = true;
 			return 0;
 		}
-		err = wait_event_killable(s->closed, !closing_now(s, tmb_h(inode)));
+		err = wait_event_killable(s->closed, !tmb_closing_now(s, tmb_h(inode)));
 		if (err)
 			return err;
 	}
@@ -324,7 +324,7 @@ int tmb_reference(struct inode *inode)
 
 	if (err)
 		return err;
-	err = reference_locked(inode);
+	err = tmb_reference_locked(inode);
 	mutex_unlock(&tmb_i(inode)->lock);
 	return err;
 }
@@ -363,7 +363,7 @@ int tmb_hold(struct inode *inode)
 
 	if (err)
 		return err;
-	err = reference_locked(inode);
+	err = tmb_reference_locked(inode);
 	if (!err)
 		ti->opens++;
 	mutex_unlock(&ti->lock);
@@ -411,7 +411,7 @@ void tmb_evict_inode(struct inode *inode)
 	clear_inode(inode);
 	if (ti->referenced) {
 		ti->referenced = false;
-		if (!close_later(inode))
+		if (!tmb_close_later(inode))
 			tfs_close_ref(tmb_fs(inode), tmb_h(inode));
 	}
 }
@@ -448,7 +448,7 @@ int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask)
 }
 
 /* Changes attributes, the size first and once, by the rights that follow from 'checked'. -EAGAIN: the file has another owner or other flags by now. */
-static int change(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr, const struct tfs_attr *checked)
+static int tmb_change_attributes(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr, const struct tfs_attr *checked)
 {
 	struct inode *inode = d_inode(dentry);
 	struct tfs_attr a = {};
@@ -517,12 +517,12 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 	do {
 		err = tmb_refresh_to(d_inode(dentry), &checked);
 		if (!err)
-			err = change(idmap, dentry, &left, &checked);
+			err = tmb_change_attributes(idmap, dentry, &left, &checked);
 	} while (tmb_check_again(&err, &tries));
 	return err;
 }
 
-static int stamp(struct inode *inode, int flags, s64 now)
+static int tmb_stamp(struct inode *inode, int flags, s64 now)
 {
 	struct tfs_attr a = { .atime = now, .mtime = now };
 	int err = 0;
@@ -537,12 +537,12 @@ static int stamp(struct inode *inode, int flags, s64 now)
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
 int tmb_update_time(struct inode *inode, int flags)
 {
-	return stamp(inode, flags, tfs_os_now());
+	return tmb_stamp(inode, flags, tfs_os_now());
 }
 #else
 int tmb_update_time(struct inode *inode, struct timespec64 *now, int flags)
 {
-	return stamp(inode, flags, tmb_to_ns(*now));
+	return tmb_stamp(inode, flags, tmb_to_ns(*now));
 }
 #endif
 

@@ -16,15 +16,15 @@
 #define TMB_LOCK_POLL_MS 20   /* without */
 
 /* Other members may read a lock's owner, so it is not this kernel's pointer. */
-static u64 owner_of(struct tmb_sb *s, const struct file_lock *fl)
+static u64 tmb_owner_of(struct tmb_sb *s, const struct file_lock *fl)
 {
 	return siphash_1u64((unsigned long)tmb_fl(fl, owner), &s->lock_key);
 }
 
-static void describe(struct tmb_sb *s, const struct file_lock *fl, struct tfs_file_lock *lock)
+static void tmb_describe(struct tmb_sb *s, const struct file_lock *fl, struct tfs_file_lock *lock)
 {
 	*lock = (struct tfs_file_lock){
-		.owner = owner_of(s, fl),
+		.owner = tmb_owner_of(s, fl),
 		.start = fl->fl_start,
 		.end = fl->fl_end == OFFSET_MAX ? ~0ull : fl->fl_end,
 		.type = tmb_fl(fl, type) == F_RDLCK   ? TFS_LK_READ
@@ -35,14 +35,14 @@ static void describe(struct tmb_sb *s, const struct file_lock *fl, struct tfs_fi
 	};
 }
 
-static void wake_waiters(struct tmb_sb *s)
+static void tmb_wake_waiters(struct tmb_sb *s)
 {
 	atomic_inc(&s->rings);
 	wake_up_all(&s->rung);
 }
 
 /* A lock that is still to be released in the zone. */
-struct unlocking {
+struct tmb_unlocking {
 	struct list_head link;
 	struct work_struct work;
 	struct tmb_sb *s;
@@ -50,9 +50,9 @@ struct unlocking {
 	struct tfs_file_lock lock;
 };
 
-static void unlock_late(struct work_struct *work)
+static void tmb_unlock_late(struct work_struct *work)
 {
-	struct unlocking *u = container_of(work, struct unlocking, work);
+	struct tmb_unlocking *u = container_of(work, struct tmb_unlocking, work);
 	struct tmb_sb *s = u->s;
 
 	/* An error: the file is gone, or this member, and the lock with it. */
@@ -61,13 +61,13 @@ static void unlock_late(struct work_struct *work)
 	list_del(&u->link);
 	spin_unlock(&s->unlocking_lock);
 	kfree(u);
-	wake_waiters(s);
+	tmb_wake_waiters(s);
 }
 
 /* Returns whether a lock of this owner on the file is still to be released. A new owner may have the number of one that is gone. */
-static bool is_unlocking(struct tmb_sb *s, struct tfs_handle h, u64 owner)
+static bool tmb_is_unlocking(struct tmb_sb *s, struct tfs_handle h, u64 owner)
 {
-	struct unlocking *u;
+	struct tmb_unlocking *u;
 	bool yes = false;
 
 	spin_lock(&s->unlocking_lock);
@@ -84,15 +84,15 @@ void tmb_locks_start(struct tmb_sb *s)
 }
 
 /* Releases a lock in the zone, later if the process is killed while it waits. */
-static int unlock_in_zone(struct tmb_sb *s, struct inode *inode, const struct tfs_file_lock *lock)
+static int tmb_unlock_in_zone(struct tmb_sb *s, struct inode *inode, const struct tfs_file_lock *lock)
 {
 	int err = tfs_set_lock(&s->fs, tmb_h(inode), lock);
-	struct unlocking *u;
+	struct tmb_unlocking *u;
 
 	if (err != -EINTR)
 		return err;
 	u = kmalloc(sizeof(*u), GFP_NOFS | __GFP_NOFAIL);
-	INIT_WORK(&u->work, unlock_late);
+	INIT_WORK(&u->work, tmb_unlock_late);
 	u->s = s;
 	u->h = tmb_h(inode);
 	u->lock = *lock;
@@ -103,20 +103,20 @@ static int unlock_in_zone(struct tmb_sb *s, struct inode *inode, const struct tf
 	return 0;
 }
 
-static int unlock(struct tmb_sb *s, struct inode *inode, struct file *file, struct file_lock *fl)
+static int tmb_unlock(struct tmb_sb *s, struct inode *inode, struct file *file, struct file_lock *fl)
 {
 	struct tfs_file_lock lock;
 	int err = locks_lock_file_wait(file, fl), zone_err;
 
-	describe(s, fl, &lock);
+	tmb_describe(s, fl, &lock);
 	lock.type = TFS_LK_UNLOCK;
-	zone_err = unlock_in_zone(s, inode, &lock);
-	wake_waiters(s);
+	zone_err = tmb_unlock_in_zone(s, inode, &lock);
+	tmb_wake_waiters(s);
 	return err ? err : zone_err;
 }
 
 /* Releases the VFS's copy of a flock that changes its type: the core has released it in the zone, so that its waiters go on. */
-static void drop_flock(struct tmb_sb *s, struct file *file, struct file_lock *fl)
+static void tmb_drop_flock(struct tmb_sb *s, struct file *file, struct file_lock *fl)
 {
 	struct file_lock old;
 
@@ -124,17 +124,17 @@ static void drop_flock(struct tmb_sb *s, struct file *file, struct file_lock *fl
 	locks_copy_lock(&old, fl);
 	tmb_fl(&old, type) = F_UNLCK;
 	locks_lock_file_wait(file, &old);
-	wake_waiters(s);
+	tmb_wake_waiters(s);
 }
 
 /* Takes the lock; waits if 'wait'. -EAGAIN: another owner has it. */
-static int take(struct tmb_sb *s, struct file *file, struct file_lock *fl, const struct tfs_file_lock *lock, bool wait)
+static int tmb_take(struct tmb_sb *s, struct file *file, struct file_lock *fl, const struct tfs_file_lock *lock, bool wait)
 {
 	struct inode *inode = file_inode(file);
 	int seen = atomic_read(&s->rings), slot, err = tfs_set_lock(&s->fs, tmb_h(inode), lock);
 
 	if (err == -EAGAIN && lock->kind == TFS_LK_FLOCK)
-		drop_flock(s, file, fl);
+		tmb_drop_flock(s, file, fl);
 	if (err != -EAGAIN || !wait)
 		return err;
 	slot = tfs_lock_wait_begin(&s->fs, tmb_h(inode), lock);
@@ -163,7 +163,7 @@ static int take(struct tmb_sb *s, struct file *file, struct file_lock *fl, const
 	return err;
 }
 
-static int set(struct file *file, struct file_lock *fl)
+static int tmb_set(struct file *file, struct file_lock *fl)
 {
 	struct inode *inode = file_inode(file);
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
@@ -171,30 +171,30 @@ static int set(struct file *file, struct file_lock *fl)
 	int err;
 
 	if (tmb_fl(fl, type) == F_UNLCK)
-		return unlock(s, inode, file, fl);
-	describe(s, fl, &lock);
-	err = wait_event_interruptible(s->rung, !is_unlocking(s, tmb_h(inode), lock.owner));
+		return tmb_unlock(s, inode, file, fl);
+	tmb_describe(s, fl, &lock);
+	err = wait_event_interruptible(s->rung, !tmb_is_unlocking(s, tmb_h(inode), lock.owner));
 	if (!err)
-		err = take(s, file, fl, &lock, tmb_fl(fl, flags) & FL_SLEEP);
+		err = tmb_take(s, file, fl, &lock, tmb_fl(fl, flags) & FL_SLEEP);
 	if (err)
 		return err == -EROFS ? -ENOLCK : err;
 	err = locks_lock_file_wait(file, fl);
 	if (err) {
 		lock.type = TFS_LK_UNLOCK;
-		unlock_in_zone(s, inode, &lock);
-		wake_waiters(s);
+		tmb_unlock_in_zone(s, inode, &lock);
+		tmb_wake_waiters(s);
 	}
 	return err;
 }
 
-static int test(struct file *file, struct file_lock *fl)
+static int tmb_test(struct file *file, struct file_lock *fl)
 {
 	struct inode *inode = file_inode(file);
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tfs_file_lock lock;
 	int err;
 
-	describe(s, fl, &lock);
+	tmb_describe(s, fl, &lock);
 	err = tfs_get_lock(&s->fs, tmb_h(inode), &lock);
 	if (err)
 		return err;
@@ -215,9 +215,9 @@ static int test(struct file *file, struct file_lock *fl)
 int tmb_lock(struct file *file, int cmd, struct file_lock *fl)
 {
 	if (IS_GETLK(cmd))
-		return test(file, fl);
+		return tmb_test(file, fl);
 	if (IS_SETLK(cmd) || IS_SETLKW(cmd))
-		return set(file, fl);
+		return tmb_set(file, fl);
 	return -EINVAL;
 }
 
@@ -225,5 +225,5 @@ int tmb_flock(struct file *file, int cmd, struct file_lock *fl)
 {
 	if (!(tmb_fl(fl, flags) & FL_FLOCK))
 		return -ENOLCK;
-	return set(file, fl);
+	return tmb_set(file, fl);
 }

@@ -31,13 +31,13 @@
 
 /* --- faults ------------------------------------------------------------------------------------------------ */
 
-static struct page *page_of(struct tmb_sb *s, u64 block)
+static struct page *tmb_page_of(struct tmb_sb *s, u64 block)
 {
 	return pfn_to_page(s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + block);
 }
 
 /* Returns the entry of 'runs' that has this page, or NULL; its first page is stored at *first. */
-static void *run_with(struct tmb_inode *ti, pgoff_t index, pgoff_t *first)
+static void *tmb_run_with(struct tmb_inode *ti, pgoff_t index, pgoff_t *first)
 {
 	void *entry = xa_load(&ti->runs, index);
 
@@ -50,7 +50,7 @@ static void *run_with(struct tmb_inode *ti, pgoff_t index, pgoff_t *first)
 }
 
 /* Stores in 'runs' what is about to be mapped at 'index'; block 0: a hole. -EAGAIN: an older block is still mapped here, and must be unmapped first. */
-static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned long pages)
+static int tmb_note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned long pages)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
@@ -60,7 +60,7 @@ static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned l
 
 	/* In an undamaged zone a block belongs to one place of one file. */
 	for (i = 0; block && i < pages; i++) {
-		struct page *page = page_of(s, block + i);
+		struct page *page = tmb_page_of(s, block + i);
 		struct address_space *of = READ_ONCE(page->mapping);
 
 		if (of && (of != tmb_pages(inode) || page->index != index + i)) {
@@ -68,7 +68,7 @@ static int note_mapped(struct inode *inode, pgoff_t index, u64 block, unsigned l
 			return -EUCLEAN;
 		}
 	}
-	old = run_with(ti, index, &first);
+	old = tmb_run_with(ti, index, &first);
 	if (old && xa_to_value(old) >> 1 != TMB_HOLE) {
 		if ((xa_to_value(old) >> 1) + (index - first) != block)
 			return -EAGAIN;
@@ -125,7 +125,7 @@ static int tmb_iomap_begin(struct inode *inode, loff_t pos, loff_t length, unsig
 		iomap->type = IOMAP_MAPPED;
 		iomap->addr = s->zone.dax_start + s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT);
 	}
-	return note_mapped(inode, index, run.block, pages);
+	return tmb_note_mapped(inode, index, run.block, pages);
 }
 
 /* As tmb_iomap_begin(), for holes only. */
@@ -146,7 +146,7 @@ static const struct iomap_ops tmb_iomap_hole_ops = {
 };
 
 /* Sets this member's mapper bit, with invalidate_lock held shared. */
-static int map_reference(struct inode *inode)
+static int tmb_map_reference(struct inode *inode)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
@@ -175,7 +175,7 @@ static int map_reference(struct inode *inode)
  * While pages of some inode are in use, this member ends no round (tfs_revoked), and a member that waits for it to let go of another inode sees that by
  * the mapper bit alone. So the bit stays clear for longer than the pauses between the other member's looks.
  */
-static int give_way(struct inode *inode)
+static int tmb_give_way(struct inode *inode)
 {
 	unsigned long until = READ_ONCE(tmb_i(inode)->revoked_at) + msecs_to_jiffies(TMB_GIVE_WAY), now = jiffies;
 
@@ -185,7 +185,7 @@ static int give_way(struct inode *inode)
 	return fatal_signal_pending(current) ? -EINTR : 0;
 }
 
-static vm_fault_t fault_error(int err)
+static vm_fault_t tmb_fault_error(int err)
 {
 	switch (err) {
 	case -ENOMEM:
@@ -198,7 +198,7 @@ static vm_fault_t fault_error(int err)
 }
 
 /* Allocates at a hole. Takes the core's lock, so the caller must not hold invalidate_lock. */
-static int fill_hole(struct inode *inode, pgoff_t index)
+static int tmb_fill_hole(struct inode *inode, pgoff_t index)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tmb_inode *ti = tmb_i(inode);
@@ -229,12 +229,12 @@ static int fill_hole(struct inode *inode, pgoff_t index)
  * Lets another block be mapped at 'index' where the file has one now, though pages of the older block are in use: that block is kept in 'displaced' until
  * they are not. The caller has unmapped the inode everywhere and holds invalidate_lock.
  */
-static int displace(struct inode *inode, pgoff_t index)
+static int tmb_displace(struct inode *inode, pgoff_t index)
 {
 	struct address_space *pages = tmb_pages(inode);
 	struct tmb_inode *ti = tmb_i(inode);
 	pgoff_t first, last, i;
-	void *entry = run_with(ti, index, &first), *aside;
+	void *entry = tmb_run_with(ti, index, &first), *aside;
 	struct tfs_run run;
 	u64 block;
 	int err;
@@ -262,7 +262,7 @@ static int displace(struct inode *inode, pgoff_t index)
 }
 
 /* Unmaps all of the inode, so that the block that the file has at 'index' now can be mapped. */
-static int unmap_stale(struct inode *inode, pgoff_t index)
+static int tmb_unmap_stale(struct inode *inode, pgoff_t index)
 {
 	int err = down_write_killable(&inode->i_mapping->invalidate_lock);
 
@@ -270,7 +270,7 @@ static int unmap_stale(struct inode *inode, pgoff_t index)
 		return err;
 	err = tmb_revoke_locked(inode);
 	if (err == -EBUSY)
-		err = displace(inode, index);
+		err = tmb_displace(inode, index);
 	filemap_invalidate_unlock(inode->i_mapping);
 	return err;
 }
@@ -281,7 +281,7 @@ static int unmap_stale(struct inode *inode, pgoff_t index)
  * the debugged process would get a copy. So a private mapping gets the block's page as from a page cache, with a reference. While the page is given and not
  * yet mapped, the reference keeps a revoke from going on. Returns the page, or NULL: a hole, or *err is set.
  */
-static struct page *private_page(struct inode *inode, pgoff_t index, int *err)
+static struct page *tmb_private_page(struct inode *inode, pgoff_t index, int *err)
 {
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	struct tfs_run run;
@@ -293,15 +293,15 @@ static struct page *private_page(struct inode *inode, pgoff_t index, int *err)
 	}
 	*err = tfs_map(&s->fs, tmb_h(inode), index, 1, &run);
 	if (!*err && run.block)
-		*err = note_mapped(inode, index, run.block, 1);
+		*err = tmb_note_mapped(inode, index, run.block, 1);
 	if (*err || !run.block)
 		return NULL;
-	page = page_of(s, run.block);
+	page = tmb_page_of(s, run.block);
 	get_page(page);
 	return page;
 }
 
-static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
+static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 {
 	struct vm_area_struct *vma = vmf->vma;
 	struct inode *inode = file_inode(vma->vm_file);
@@ -334,25 +334,25 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 		file_update_time(vma->vm_file);
 	}
 	if (order == TMB_ORDER_PTE && vma->vm_flags & VM_SHARED)
-		err = fill_hole(inode, vmf->pgoff);
+		err = tmb_fill_hole(inode, vmf->pgoff);
 	/* Without room for a block, a hole is read as zeroes. */
 	if (!write && (err == -ENOSPC || err == -EDQUOT))
 		err = 0;
 	if (!err)
-		err = give_way(inode);
+		err = tmb_give_way(inode);
 	/* A removal has the lock while it waits for other members' mappings. */
 	if (!err)
 		err = down_read_killable(&inode->i_mapping->invalidate_lock);
 	if (!err) {
-		err = map_reference(inode);
+		err = tmb_map_reference(inode);
 		if (!err) {
 			tmb_refresh_size(inode);
 			if (private)
-				page = private_page(inode, vmf->pgoff, &err);
+				page = tmb_private_page(inode, vmf->pgoff, &err);
 			if (!err && !page)
 				ret = dax_iomap_fault(vmf, order, NULL, &err, private ? &tmb_iomap_hole_ops : &tmb_iomap_ops);
 			else if (err)
-				ret = fault_error(err);
+				ret = tmb_fault_error(err);
 			again = err == -EAGAIN;
 			err = 0;
 		}
@@ -360,14 +360,14 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 	}
 	if (again) {
 		/* The file changed during the fault, or an older block is still mapped here: unmap it now. */
-		err = unmap_stale(inode, order == TMB_ORDER_PTE ? vmf->pgoff : round_down(vmf->pgoff, HPAGE_PMD_NR));
-		ret = err ? fault_error(err) : VM_FAULT_NOPAGE;
+		err = tmb_unmap_stale(inode, order == TMB_ORDER_PTE ? vmf->pgoff : round_down(vmf->pgoff, HPAGE_PMD_NR));
+		ret = err ? tmb_fault_error(err) : VM_FAULT_NOPAGE;
 		err = 0;
 	}
 	if (err == -EAGAIN && tfs_frozen(&s->fs))
 		tfs_os_wait(&s->fs, 100);
 	if (err)
-		ret = fault_error(err);
+		ret = tmb_fault_error(err);
 	if (write)
 		sb_end_pagefault(inode->i_sb);
 	if (page) {
@@ -379,12 +379,12 @@ static vm_fault_t fault(struct vm_fault *vmf, tmb_order order)
 
 static vm_fault_t tmb_fault(struct vm_fault *vmf)
 {
-	return fault(vmf, TMB_ORDER_PTE);
+	return tmb_fault_order(vmf, TMB_ORDER_PTE);
 }
 
 static vm_fault_t tmb_huge_fault(struct vm_fault *vmf, tmb_order order)
 {
-	return fault(vmf, order);
+	return tmb_fault_order(vmf, order);
 }
 
 static const struct vm_operations_struct tmb_vm_ops = {
@@ -395,7 +395,7 @@ static const struct vm_operations_struct tmb_vm_ops = {
 };
 
 #if TMB_PAGES_APART
-static const struct cred *kernel_cred;
+static const struct cred *tmb_kernel_cred;
 
 void tmb_pages_init_once(struct inode *inode)
 {
@@ -426,14 +426,14 @@ bool tmb_opened_for_mapping(const struct file *file)
  * and kept until this file's release, so that who maps a file often takes no more of the system's open files. The kernel opens it: security modules have
  * checked the program's open, and one that decides by names would refuse the file once it is renamed.
  */
-static struct file *file_of_mappings(struct file *file)
+static struct file *tmb_file_of_mappings(struct file *file)
 {
 	int flags = (file->f_flags & O_ACCMODE) | O_LARGEFILE | __FMODE_NONOTIFY;
 	struct file *own = READ_ONCE(file->private_data), *other;
 
 	if (own)
 		return own;
-	own = dentry_open(&file->f_path, flags, kernel_cred);
+	own = dentry_open(&file->f_path, flags, tmb_kernel_cred);
 	if (IS_ERR(own))
 		return own;
 	own->f_mapping = tmb_pages(file_inode(file));
@@ -444,7 +444,7 @@ static struct file *file_of_mappings(struct file *file)
 	return other;
 }
 
-static int set_pages(struct file *file, struct vm_area_struct *vma)
+static int tmb_set_pages(struct file *file, struct vm_area_struct *vma)
 {
 	struct file *own;
 
@@ -455,7 +455,7 @@ static int set_pages(struct file *file, struct vm_area_struct *vma)
 		WRITE_ONCE(file->f_mapping, tmb_pages(file_inode(file)));
 		return 0;
 	}
-	own = file_of_mappings(file);
+	own = tmb_file_of_mappings(file);
 	if (IS_ERR(own))
 		return PTR_ERR(own);
 	vma_set_file(vma, own);
@@ -468,15 +468,15 @@ void tmb_release_mappings(struct file *file)
 		fput(file->private_data);
 }
 
-static int pages_init(void)
+static int tmb_pages_start(void)
 {
-	kernel_cred = prepare_kernel_cred(&init_task);
-	return kernel_cred ? 0 : -ENOMEM;
+	tmb_kernel_cred = prepare_kernel_cred(&init_task);
+	return tmb_kernel_cred ? 0 : -ENOMEM;
 }
 
-static void pages_exit(void)
+static void tmb_pages_stop(void)
 {
-	put_cred(kernel_cred);
+	put_cred(tmb_kernel_cred);
 }
 #else
 void tmb_pages_init_once(struct inode *inode)
@@ -492,7 +492,7 @@ bool tmb_opened_for_mapping(const struct file *file)
 	return false;
 }
 
-static int set_pages(struct file *file, struct vm_area_struct *vma)
+static int tmb_set_pages(struct file *file, struct vm_area_struct *vma)
 {
 	return 0;
 }
@@ -501,12 +501,12 @@ void tmb_release_mappings(struct file *file)
 {
 }
 
-static int pages_init(void)
+static int tmb_pages_start(void)
 {
 	return 0;
 }
 
-static void pages_exit(void)
+static void tmb_pages_stop(void)
 {
 }
 #endif
@@ -516,7 +516,7 @@ int tmb_mmap(struct file *file, struct vm_area_struct *vma)
 	int err = tmb_refresh(file_inode(file));
 
 	if (!err)
-		err = set_pages(file, vma);
+		err = tmb_set_pages(file, vma);
 	if (err)
 		return err;
 	file_accessed(file);
@@ -532,7 +532,7 @@ const struct address_space_operations tmb_aops = {
 
 /* --- taking mappings back -------------------------------------------------------------------------------------- */
 
-static bool pinned_at(struct tmb_sb *s, unsigned long entry)
+static bool tmb_pinned_at(struct tmb_sb *s, unsigned long entry)
 {
 	unsigned long i, pages = entry & 1 ? HPAGE_PMD_NR : 1;
 	unsigned long pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + (entry >> 1);
@@ -545,18 +545,18 @@ static bool pinned_at(struct tmb_sb *s, unsigned long entry)
 	return false;
 }
 
-static bool any_pinned(struct tmb_sb *s, struct tmb_inode *ti)
+static bool tmb_any_pinned(struct tmb_sb *s, struct tmb_inode *ti)
 {
 	void *entry = xa_load(&ti->runs, ti->pinned_at);
 	unsigned long index;
 
-	if (entry && pinned_at(s, xa_to_value(entry)))
+	if (entry && tmb_pinned_at(s, xa_to_value(entry)))
 		return true;
 	xa_for_each(&ti->displaced, index, entry)
-		if (pinned_at(s, xa_to_value(entry)))
+		if (tmb_pinned_at(s, xa_to_value(entry)))
 			return true;
 	xa_for_each(&ti->runs, index, entry)
-		if (pinned_at(s, xa_to_value(entry))) {
+		if (tmb_pinned_at(s, xa_to_value(entry))) {
 			ti->pinned_at = index;
 			return true;
 		}
@@ -573,14 +573,14 @@ struct tmb_linger {
 	struct inode *inode;
 };
 
-static struct workqueue_struct *put_queue;
+static struct workqueue_struct *tmb_put_queue;
 
 /* The inode's pages are no longer in use: ends its references to itself. The caller holds invalidate_lock. */
-static void end_lingering(struct tmb_sb *s, struct tmb_inode *ti)
+static void tmb_end_lingering(struct tmb_sb *s, struct tmb_inode *ti)
 {
 	if (!ti->lingers)
 		return;
-	queue_work(put_queue, &ti->lingers->work);
+	queue_work(tmb_put_queue, &ti->lingers->work);
 	ti->lingers = NULL;
 	atomic_dec(&s->lingering);
 }
@@ -598,7 +598,7 @@ int tmb_revoke_locked(struct inode *inode)
 	if (!ti->mapped)
 		return 0;
 	unmap_mapping_range(tmb_pages(inode), 0, 0, 0);
-	if (any_pinned(s, ti))
+	if (tmb_any_pinned(s, ti))
 		return -EBUSY;
 	truncate_inode_pages_range(tmb_pages(inode), 0, -1);
 	xa_destroy(&ti->runs);
@@ -609,7 +609,7 @@ int tmb_revoke_locked(struct inode *inode)
 	WRITE_ONCE(ti->mapped, false);
 	WRITE_ONCE(ti->revoked_at, jiffies);
 	ti->shows_holes = ti->told_holes = false;
-	end_lingering(s, ti);
+	tmb_end_lingering(s, ti);
 	err = tfs_unmap_ref(&s->fs, tmb_h(inode));
 	return err == -ESTALE ? 0 : err;
 }
@@ -628,7 +628,7 @@ void tmb_holes_filled(struct inode *inode, loff_t pos, loff_t length)
 
 /* --- files that are closed while their pages are in use -------------------------------------------------------- */
 
-static void stop_lingering(struct work_struct *work)
+static void tmb_stop_lingering(struct work_struct *work)
 {
 	struct tmb_linger *l = container_of(work, struct tmb_linger, work);
 	struct super_block *sb = l->inode->i_sb;
@@ -641,21 +641,21 @@ static void stop_lingering(struct work_struct *work)
 
 int tmb_mappings_init(void)
 {
-	int err = pages_init();
+	int err = tmb_pages_start();
 
 	if (err)
 		return err;
-	put_queue = alloc_workqueue("tombolo-put", WQ_UNBOUND, 0);
-	if (put_queue)
+	tmb_put_queue = alloc_workqueue("tombolo-put", WQ_UNBOUND, 0);
+	if (tmb_put_queue)
 		return 0;
-	pages_exit();
+	tmb_pages_stop();
 	return -ENOMEM;
 }
 
 void tmb_mappings_exit(void)
 {
-	destroy_workqueue(put_queue);
-	pages_exit();
+	destroy_workqueue(tmb_put_queue);
+	tmb_pages_stop();
 }
 
 /* Called after the last close. A mapping has its file open, so now there is none. */
@@ -670,7 +670,7 @@ void tmb_mappings_close(struct inode *inode)
 	if (!READ_ONCE(ti->opens) && tmb_revoke_locked(inode) == -EBUSY && !ti->lingers) {
 		struct tmb_linger *l = kmalloc(sizeof(*l), GFP_NOFS | __GFP_NOFAIL);
 
-		INIT_WORK(&l->work, stop_lingering);
+		INIT_WORK(&l->work, tmb_stop_lingering);
 		l->inode = inode;
 		ihold(inode);
 		atomic_inc(&inode->i_sb->s_active);
@@ -683,7 +683,7 @@ void tmb_mappings_close(struct inode *inode)
 
 /* --- what the worker looks after ------------------------------------------------------------------------------- */
 
-static bool has_holes(struct tmb_inode *ti)
+static bool tmb_has_holes(struct tmb_inode *ti)
 {
 	unsigned long index;
 	void *entry;
@@ -695,7 +695,7 @@ static bool has_holes(struct tmb_inode *ti)
 }
 
 /* Returns a mapped inode that this round has not seen; the caller puts it. */
-static struct inode *next_mapped(struct tmb_sb *s, struct list_head *seen)
+static struct inode *tmb_next_mapped(struct tmb_sb *s, struct list_head *seen)
 {
 	struct tmb_inode *ti, *next;
 	struct inode *inode = NULL;
@@ -712,7 +712,7 @@ static struct inode *next_mapped(struct tmb_sb *s, struct list_head *seen)
 }
 
 /* Returns whether there is a member without a doorbell, like a mount on the host, which changes files and can't ring. */
-static bool someone_cannot_ring(struct tmb_sb *s)
+static bool tmb_someone_cannot_ring(struct tmb_sb *s)
 {
 	u32 i;
 
@@ -726,7 +726,7 @@ static bool someone_cannot_ring(struct tmb_sb *s)
 	return false;
 }
 
-static void look(struct work_struct *work)
+static void tmb_look(struct work_struct *work)
 {
 	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, poll);
 	struct tmb_member *me = &s->zone.members[s->fs.member];
@@ -748,16 +748,16 @@ static void look(struct work_struct *work)
 	if (pending & TMB_PENDING_REVOKE)
 		tfs_revoke(&s->fs);
 	if (pending & TMB_PENDING_REVOKE || s->fs.read_only || lingering || expelled) {
-		while ((inode = next_mapped(s, &seen))) {
+		while ((inode = tmb_next_mapped(s, &seen))) {
 			struct tmb_inode *ti = tmb_i(inode);
-			bool stale = expelled || tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && has_holes(ti));
+			bool stale = expelled || tfs_map_seq(&s->fs, inode->i_ino) != ti->map_seq || (s->fs.read_only && tmb_has_holes(ti));
 
 			if (stale || READ_ONCE(ti->lingers)) {
 				filemap_invalidate_lock(inode->i_mapping);
 				if ((stale || !READ_ONCE(ti->opens)) && tmb_revoke_locked(inode) == -EBUSY)
 					busy |= stale;
 				else if (READ_ONCE(ti->opens))
-					end_lingering(s, ti); /* its next close does it */
+					tmb_end_lingering(s, ti); /* its next close does it */
 				filemap_invalidate_unlock(inode->i_mapping);
 			}
 			iput(inode);
@@ -783,7 +783,7 @@ static void look(struct work_struct *work)
 	}
 	if (!again)
 		return;
-	if (busy || lingering || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || someone_cannot_ring(s))
+	if (busy || lingering || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || tmb_someone_cannot_ring(s))
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
 	else
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_WATCH_MS));
@@ -795,15 +795,15 @@ void tmb_mappings_look(struct tmb_sb *s)
 	mod_delayed_work(s->work_queue, &s->poll, 0);
 }
 
-static void recover(struct work_struct *work)
+static void tmb_recover(struct work_struct *work)
 {
 	tfs_recover_all(&container_of(work, struct tmb_sb, recovery)->fs);
 }
 
 void tmb_mappings_start(struct tmb_sb *s)
 {
-	INIT_WORK(&s->recovery, recover);
-	INIT_DELAYED_WORK(&s->poll, look);
+	INIT_WORK(&s->recovery, tmb_recover);
+	INIT_DELAYED_WORK(&s->poll, tmb_look);
 }
 
 void tmb_mappings_stop(struct tmb_sb *s)

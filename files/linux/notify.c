@@ -20,7 +20,7 @@
 
 /* --- telling ----------------------------------------------------------------------------------------------- */
 
-static u64 post(struct tmb_sb *s, struct tfs_change *first, struct tfs_change *second)
+static u64 tmb_post(struct tmb_sb *s, struct tfs_change *first, struct tfs_change *second)
 {
 	u64 end;
 
@@ -34,7 +34,7 @@ static u64 post(struct tmb_sb *s, struct tfs_change *first, struct tfs_change *s
 	return end;
 }
 
-static void name_change(struct tfs_change *c, const struct inode *dir, const struct qstr *name, const struct inode *inode, u32 mask)
+static void tmb_name_change(struct tfs_change *c, const struct inode *dir, const struct qstr *name, const struct inode *inode, u32 mask)
 {
 	c->ino = inode->i_ino;
 	c->dir = dir->i_ino;
@@ -53,8 +53,8 @@ void tmb_tell_name(struct inode *dir, const struct qstr *name, struct inode *ino
 	c = kzalloc(sizeof(*c), GFP_NOFS);
 	if (!c)
 		return;
-	name_change(c, dir, name, inode, mask);
-	post(s, c, NULL);
+	tmb_name_change(c, dir, name, inode, mask);
+	tmb_post(s, c, NULL);
 	kfree(c);
 }
 
@@ -68,9 +68,9 @@ void tmb_tell_move(struct inode *old_dir, const struct qstr *old, struct inode *
 	c = kcalloc(2, sizeof(*c), GFP_NOFS);
 	if (!c)
 		return;
-	name_change(&c[0], old_dir, old, inode, FS_MOVED_FROM);
-	name_change(&c[1], new_dir, new, inode, FS_MOVED_TO);
-	post(s, &c[0], &c[1]);
+	tmb_name_change(&c[0], old_dir, old, inode, FS_MOVED_FROM);
+	tmb_name_change(&c[1], new_dir, new, inode, FS_MOVED_TO);
+	tmb_post(s, &c[0], &c[1]);
 	kfree(c);
 }
 
@@ -95,12 +95,12 @@ void tmb_tell(struct dentry *dentry, u32 mask)
 		return;
 	parent = dget_parent(dentry);
 	take_dentry_name_snapshot(&name, dentry);
-	name_change(c, d_inode(parent), &name.name, inode, mask);
+	tmb_name_change(c, d_inode(parent), &name.name, inode, mask);
 	if (IS_ROOT(dentry))
 		c->dir = 0; /* the root, or a file that never had a name */
 	release_dentry_name_snapshot(&name);
 	dput(parent);
-	end = post(s, c, NULL);
+	end = tmb_post(s, c, NULL);
 	if (mask == FS_MODIFY)
 		WRITE_ONCE(ti->modify_told, end);
 	kfree(c);
@@ -117,15 +117,15 @@ void tmb_tell_inode(struct inode *inode, u32 mask)
 
 /* --- hearing ----------------------------------------------------------------------------------------------- */
 
-struct number {
+struct tmb_number {
 	u64 ino;
 	bool evicted; /* an inode of this number is being evicted */
 };
 
 /* Takes a reference of the inode, unless it is being evicted or made. */
-static int grab_number(struct inode *inode, unsigned long hash, void *data)
+static int tmb_grab_number(struct inode *inode, unsigned long hash, void *data)
 {
-	struct number *n = data;
+	struct tmb_number *n = data;
 
 	if (inode->i_ino != n->ino || READ_ONCE(inode->i_state) & I_NEW)
 		return 0;
@@ -139,10 +139,10 @@ static int grab_number(struct inode *inode, unsigned long hash, void *data)
  * Returns the inode if this kernel knows it; -ESTALE: it is being evicted. The worker does not wait for the end of that: a removed file's last user
  * may be waiting for a suspended member there.
  */
-static struct inode *known(struct super_block *sb, u64 ino)
+static struct inode *tmb_known(struct super_block *sb, u64 ino)
 {
-	struct number n = { .ino = ino };
-	struct inode *inode = ino ? find_inode_nowait(sb, ino, grab_number, &n) : NULL;
+	struct tmb_number n = { .ino = ino };
+	struct inode *inode = ino ? find_inode_nowait(sb, ino, tmb_grab_number, &n) : NULL;
 
 	if (!inode && n.evicted)
 		return ERR_PTR(-ESTALE);
@@ -154,13 +154,13 @@ static struct inode *known(struct super_block *sb, u64 ino)
 	return inode;
 }
 
-static bool watched(struct inode *inode)
+static bool tmb_watched(struct inode *inode)
 {
 	return !IS_ERR_OR_NULL(inode) && rcu_access_pointer(inode->i_fsnotify_marks);
 }
 
 /* Returns this kernel's cookie for a rename, the same for both halves. */
-static u32 local_cookie(struct tmb_sb *s, const struct tfs_change *c)
+static u32 tmb_local_cookie(struct tmb_sb *s, const struct tfs_change *c)
 {
 	if (!(c->mask & (FS_MOVED_FROM | FS_MOVED_TO)))
 		return 0;
@@ -173,7 +173,7 @@ static u32 local_cookie(struct tmb_sb *s, const struct tfs_change *c)
 }
 
 /* Reports the change to watchers of the inode itself. */
-static void hand_over_self(struct inode *inode, u32 mask)
+static void tmb_hand_over_self(struct inode *inode, u32 mask)
 {
 	if (mask & FS_MOVED_TO)
 		fsnotify_inode(inode, FS_MOVE_SELF);
@@ -184,7 +184,7 @@ static void hand_over_self(struct inode *inode, u32 mask)
 }
 
 /* Makes an inode in place of a file that is already removed: fsnotify passes a name on only with its inode. */
-static struct inode *ghost(struct super_block *sb, const struct tfs_change *c)
+static struct inode *tmb_ghost(struct super_block *sb, const struct tfs_change *c)
 {
 	struct inode *inode = new_inode(sb);
 
@@ -195,45 +195,45 @@ static struct inode *ghost(struct super_block *sb, const struct tfs_change *c)
 	return inode;
 }
 
-static void hand_over(struct super_block *sb, struct tfs_change *c)
+static void tmb_hand_over(struct super_block *sb, struct tfs_change *c)
 {
 	struct tmb_sb *s = tmb_sb(sb);
 	bool all = READ_ONCE(sb->s_fsnotify_mask); /* the file system as a whole is watched */
-	struct inode *dir = known(sb, c->dir), *inode = known(sb, c->ino);
+	struct inode *dir = tmb_known(sb, c->dir), *inode = tmb_known(sb, c->ino);
 	struct qstr name = QSTR_INIT(c->name, c->name_len);
-	u32 cookie = local_cookie(s, c), mask = c->mask & ~FS_DELETE_SELF;
+	u32 cookie = tmb_local_cookie(s, c), mask = c->mask & ~FS_DELETE_SELF;
 
 	if (all && !dir && c->dir)
 		dir = tmb_iget(sb, (struct tfs_handle){ .ino = c->dir });
-	if ((all || watched(dir)) && !inode && !(c->mask & FS_DELETE))
+	if ((all || tmb_watched(dir)) && !inode && !(c->mask & FS_DELETE))
 		inode = tmb_iget(sb, (struct tfs_handle){ .ino = c->ino });
 	if (IS_ERR(dir))
 		dir = NULL;
 	if (IS_ERR(inode))
 		inode = NULL;
-	if (!inode && dir && (all || watched(dir)) && !(c->mask & ALL_FSNOTIFY_DIRENT_EVENTS))
-		inode = ghost(sb, c);
+	if (!inode && dir && (all || tmb_watched(dir)) && !(c->mask & ALL_FSNOTIFY_DIRENT_EVENTS))
+		inode = tmb_ghost(sb, c);
 	if (c->mask & ALL_FSNOTIFY_DIRENT_EVENTS) {
-		if (dir && (all || watched(dir)))
+		if (dir && (all || tmb_watched(dir)))
 			fsnotify(mask, inode ? inode : dir, FSNOTIFY_EVENT_INODE, dir, &name, NULL, cookie);
-	} else if (inode && (all || watched(inode) || watched(dir))) {
-		fsnotify(mask | (watched(dir) ? FS_EVENT_ON_CHILD : 0), inode, FSNOTIFY_EVENT_INODE, dir, dir ? &name : NULL,
+	} else if (inode && (all || tmb_watched(inode) || tmb_watched(dir))) {
+		fsnotify(mask | (tmb_watched(dir) ? FS_EVENT_ON_CHILD : 0), inode, FSNOTIFY_EVENT_INODE, dir, dir ? &name : NULL,
 			 inode, 0);
 	}
-	if (watched(inode))
-		hand_over_self(inode, c->mask);
+	if (tmb_watched(inode))
+		tmb_hand_over_self(inode, c->mask);
 	iput(inode);
 	iput(dir);
 }
 
 /* Some events were lost: reports a change to every watcher, so that it looks. */
-static void hand_over_all(struct super_block *sb)
+static void tmb_hand_over_all(struct super_block *sb)
 {
 	struct inode *inode, *last = NULL;
 
 	spin_lock(&sb->s_inode_list_lock);
 	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
-		if (!watched(inode) || !igrab(inode))
+		if (!tmb_watched(inode) || !igrab(inode))
 			continue;
 		spin_unlock(&sb->s_inode_list_lock);
 		iput(last);
@@ -260,7 +260,7 @@ bool tmb_changes_hear(struct tmb_sb *s)
 		ret = tfs_listen_next(&s->fs, &s->listener, c);
 		if (ret == 1) {
 			c->mask &= ALL_FSNOTIFY_DIRENT_EVENTS | FS_ATTRIB | FS_MODIFY | FS_CLOSE_WRITE | FS_DELETE_SELF | FS_ISDIR;
-			hand_over(s->sb, c);
+			tmb_hand_over(s->sb, c);
 		}
 		/* Any burst of changes does this, and the watchers are told to look: no log line. */
 		lost |= ret < 0;
@@ -268,11 +268,11 @@ bool tmb_changes_hear(struct tmb_sb *s)
 	}
 	/* Once a round: it looks at every inode in the cache, and a hostile member can lose changes as fast as they are looked for. */
 	if (lost)
-		hand_over_all(s->sb);
+		tmb_hand_over_all(s->sb);
 	return ret;
 }
 
-static void forget_watches(struct work_struct *work)
+static void tmb_forget_watches(struct work_struct *work)
 {
 	struct tmb_sb *s = container_of(to_delayed_work(work), struct tmb_sb, unwatch);
 
@@ -304,7 +304,7 @@ void tmb_expect_watch(struct tmb_sb *s)
 void tmb_changes_start(struct tmb_sb *s)
 {
 	mutex_init(&s->changes_lock);
-	INIT_DELAYED_WORK(&s->unwatch, forget_watches);
+	INIT_DELAYED_WORK(&s->unwatch, tmb_forget_watches);
 }
 
 void tmb_changes_stop(struct tmb_sb *s)

@@ -11,11 +11,11 @@
 #include <linux/statfs.h>
 #include <linux/uuid.h>
 
-static struct kmem_cache *inode_cache;
+static struct kmem_cache *tmb_inode_cache;
 
 static struct inode *tmb_alloc_inode(struct super_block *sb)
 {
-	struct tmb_inode *ti = alloc_inode_sb(sb, inode_cache, GFP_KERNEL);
+	struct tmb_inode *ti = alloc_inode_sb(sb, tmb_inode_cache, GFP_KERNEL);
 
 	if (!ti)
 		return NULL;
@@ -37,10 +37,10 @@ static struct inode *tmb_alloc_inode(struct super_block *sb)
 
 static void tmb_free_inode(struct inode *inode)
 {
-	kmem_cache_free(inode_cache, tmb_i(inode));
+	kmem_cache_free(tmb_inode_cache, tmb_i(inode));
 }
 
-static void inode_init_once_cb(void *p)
+static void tmb_inode_init_once_cb(void *p)
 {
 	struct tmb_inode *ti = p;
 
@@ -82,7 +82,7 @@ static int tmb_show_options(struct seq_file *m, struct dentry *root)
 }
 
 /* Leaves the zone and gives its device back. Does nothing the second time. */
-static void leave_zone(struct super_block *sb)
+static void tmb_leave_zone(struct super_block *sb)
 {
 	struct tmb_sb *s = tmb_sb(sb);
 
@@ -102,7 +102,7 @@ static void leave_zone(struct super_block *sb)
 /* Runs before sget_fc() stops to find this super block, so a mount of the zone waits for its end, and finds the device free. */
 static void tmb_put_super(struct super_block *sb)
 {
-	leave_zone(sb);
+	tmb_leave_zone(sb);
 }
 
 static const struct super_operations tmb_super_ops = {
@@ -125,7 +125,7 @@ struct tmb_options {
 	dev_t dev;
 };
 
-static void rung(struct tmb_doorbell_client *client)
+static void tmb_rung(struct tmb_doorbell_client *client)
 {
 	struct tmb_sb *s = container_of(client, struct tmb_sb, doorbell);
 
@@ -138,7 +138,7 @@ static void rung(struct tmb_doorbell_client *client)
 }
 
 /* A failure leaves the mount without semaphores. */
-static void start_sync(struct tmb_sb *s)
+static void tmb_start_sync(struct tmb_sb *s)
 {
 	const struct tmb_syncdev_config config = {
 		.zone_uuid = s->zone.uuid,
@@ -158,7 +158,7 @@ static void start_sync(struct tmb_sb *s)
 	}
 }
 
-static int fill_super(struct super_block *sb, struct fs_context *fc)
+static int tmb_fill_super(struct super_block *sb, struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
 	struct tmb_sb *s = tmb_sb(sb);
@@ -186,7 +186,7 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 		return err;
 	}
 	memcpy(s->doorbell.zone_uuid, s->zone.uuid, sizeof(s->zone.uuid));
-	s->doorbell.look = rung;
+	s->doorbell.look = tmb_rung;
 	tmb_doorbell_register(&s->doorbell);
 	s->listening = true;
 	err = tmb_zone_join(&s->zone, o->member, tmb_doorbell_self(&s->doorbell), sb->s_flags & SB_RDONLY, &member, &epoch,
@@ -227,7 +227,7 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	}
 
 	if (writable && s->zone.sync_length)
-		start_sync(s);
+		tmb_start_sync(s);
 	root = tmb_iget(sb, s->fs.root);
 	if (!IS_ERR(root) && !S_ISDIR(root->i_mode)) {
 		iput(root);
@@ -245,19 +245,19 @@ static int fill_super(struct super_block *sb, struct fs_context *fc)
 	return 0;
 }
 
-static int same_zone(struct super_block *sb, struct fs_context *fc)
+static int tmb_same_zone(struct super_block *sb, struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
 
 	return tmb_sb(sb)->dev == o->dev;
 }
 
-static int set_zone(struct super_block *sb, struct fs_context *fc)
+static int tmb_set_zone(struct super_block *sb, struct fs_context *fc)
 {
 	return set_anon_super(sb, NULL);
 }
 
-static void free_sb(struct tmb_sb *s)
+static void tmb_free_sb(struct tmb_sb *s)
 {
 	if (s->work_queue)
 		destroy_workqueue(s->work_queue);
@@ -313,20 +313,20 @@ static int tmb_get_tree(struct fs_context *fc)
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
 	s->lock_queue = alloc_workqueue("tombolo-locks", 0, 0);
 	if (!s->work_queue || !s->lock_queue) {
-		free_sb(s);
+		tmb_free_sb(s);
 		return -ENOMEM;
 	}
 	fc->s_fs_info = s;
-	sb = sget_fc(fc, same_zone, set_zone);
+	sb = sget_fc(fc, tmb_same_zone, tmb_set_zone);
 	if (fc->s_fs_info) { /* not taken over by a new super block */
-		free_sb(s);
+		tmb_free_sb(s);
 		fc->s_fs_info = NULL;
 	}
 	if (IS_ERR(sb))
 		return PTR_ERR(sb);
 	if (!sb->s_root) {
 		tmb_sb(sb)->sb = sb;
-		err = fill_super(sb, fc);
+		err = tmb_fill_super(sb, fc);
 		if (err) {
 			deactivate_locked_super(sb);
 			return err;
@@ -359,16 +359,16 @@ static void tmb_kill_sb(struct super_block *sb)
 	}
 	/* A mount that failed has no root, so tmb_put_super() is not called. This is as early. */
 	if (s && !sb->s_root)
-		leave_zone(sb);
+		tmb_leave_zone(sb);
 	kill_anon_super(sb);
 	if (s)
-		free_sb(s);
+		tmb_free_sb(s);
 }
 
-enum { OPT_MEMBER, OPT_ZONE };
+enum { TMB_OPT_MEMBER, TMB_OPT_ZONE };
 static const struct fs_parameter_spec tmb_params[] = {
-	fsparam_u32("member", OPT_MEMBER),
-	fsparam_string("zone", OPT_ZONE),
+	fsparam_u32("member", TMB_OPT_MEMBER),
+	fsparam_string("zone", TMB_OPT_ZONE),
 	{},
 };
 
@@ -380,7 +380,7 @@ static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
 
 	if (opt < 0)
 		return opt;
-	if (opt == OPT_ZONE) {
+	if (opt == TMB_OPT_ZONE) {
 		if (uuid_parse(param->string, &o->zone))
 			return invalf(fc, "tombolo: zone=%s: no uuid", param->string);
 		o->zone_named = true;
@@ -450,9 +450,9 @@ static int __init tmb_init(void)
 {
 	int err;
 
-	inode_cache = kmem_cache_create("tombolo_inode", sizeof(struct tmb_inode), 0,
-					SLAB_RECLAIM_ACCOUNT | SLAB_ACCOUNT, inode_init_once_cb);
-	if (!inode_cache)
+	tmb_inode_cache = kmem_cache_create("tombolo_inode", sizeof(struct tmb_inode), 0,
+					    SLAB_RECLAIM_ACCOUNT | SLAB_ACCOUNT, tmb_inode_init_once_cb);
+	if (!tmb_inode_cache)
 		return -ENOMEM;
 	err = tmb_mappings_init();
 	if (err)
@@ -474,7 +474,7 @@ doorbell:
 mappings:
 	tmb_mappings_exit();
 cache:
-	kmem_cache_destroy(inode_cache);
+	kmem_cache_destroy(tmb_inode_cache);
 	return err;
 }
 
@@ -486,7 +486,7 @@ static void __exit tmb_exit(void)
 	tmb_hibernate_exit();
 	tmb_doorbell_exit();
 	rcu_barrier(); /* inodes are freed after a grace period */
-	kmem_cache_destroy(inode_cache);
+	kmem_cache_destroy(tmb_inode_cache);
 }
 
 module_init(tmb_init);

@@ -8,8 +8,8 @@
 
 #include <linux/posix_acl_xattr.h>
 
-static int get(const struct xattr_handler *handler, struct dentry *dentry, struct inode *inode, const char *name, void *buffer,
-	       size_t size)
+static int tmb_get(const struct xattr_handler *handler, struct dentry *dentry, struct inode *inode, const char *name, void *buffer,
+		   size_t size)
 {
 	/* security.capability is asked for at every write: spare the walk. */
 	if (!READ_ONCE(tmb_i(inode)->seen.has_xattr)) {
@@ -23,10 +23,10 @@ static int get(const struct xattr_handler *handler, struct dentry *dentry, struc
 	return tfs_xattr_get(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), buffer, size);
 }
 
-static const struct xattr_handler security_handler;
+static const struct xattr_handler tmb_security_handler;
 
-static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct dentry *dentry, struct inode *inode,
-	       const char *name, const void *value, size_t size, int flags)
+static int tmb_set(const struct xattr_handler *handler, tmb_idmap *idmap, struct dentry *dentry, struct inode *inode,
+		   const char *name, const void *value, size_t size, int flags)
 {
 	u32 how = 0;
 	int err;
@@ -39,7 +39,7 @@ static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct den
 	if (err)
 		return err;
 	/* The VFS has checked the flags that this kernel knew. What is written to an append-only file removes its capabilities. */
-	if (IS_IMMUTABLE(inode) || (IS_APPEND(inode) && (value || handler != &security_handler)))
+	if (IS_IMMUTABLE(inode) || (IS_APPEND(inode) && (value || handler != &tmb_security_handler)))
 		return -EPERM;
 	err = tfs_xattr_set(tmb_fs(inode), tmb_h(inode), xattr_full_name(handler, name), value, size, how, -1, NULL, tfs_os_now());
 	if (err)
@@ -48,14 +48,14 @@ static int set(const struct xattr_handler *handler, tmb_idmap *idmap, struct den
 	return tmb_refresh(inode);
 }
 
-static const struct xattr_handler user_handler = { .prefix = XATTR_USER_PREFIX, .get = get, .set = set };
-static const struct xattr_handler trusted_handler = { .prefix = XATTR_TRUSTED_PREFIX, .get = get, .set = set };
-static const struct xattr_handler security_handler = { .prefix = XATTR_SECURITY_PREFIX, .get = get, .set = set };
+static const struct xattr_handler tmb_user_handler = { .prefix = XATTR_USER_PREFIX, .get = tmb_get, .set = tmb_set };
+static const struct xattr_handler tmb_trusted_handler = { .prefix = XATTR_TRUSTED_PREFIX, .get = tmb_get, .set = tmb_set };
+static const struct xattr_handler tmb_security_handler = { .prefix = XATTR_SECURITY_PREFIX, .get = tmb_get, .set = tmb_set };
 
 const struct xattr_handler *const tmb_xattr_handlers[] = {
-	&user_handler,
-	&trusted_handler,
-	&security_handler,
+	&tmb_user_handler,
+	&tmb_trusted_handler,
+	&tmb_security_handler,
 #if !TMB_ACL_BY_DENTRY /* later kernels go to the ACL operations directly */
 	&posix_acl_access_xattr_handler,
 	&posix_acl_default_xattr_handler,

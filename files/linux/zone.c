@@ -13,7 +13,7 @@
 #define TMB_PMEM_DEVICES 256 /* /dev/pmem0 ... looked at */
 
 /* Maps the whole device behind an open zone->dev. */
-static int zone_map(struct tmb_zone *zone, void *holder)
+static int tmb_zone_map(struct tmb_zone *zone, void *holder)
 {
 	u64 bytes = bdev_nr_bytes(zone->dev.bdev);
 	void *addr;
@@ -43,7 +43,7 @@ static int zone_map(struct tmb_zone *zone, void *holder)
 	return 0;
 }
 
-static void zone_unmap(struct tmb_zone *zone, void *holder)
+static void tmb_zone_unmap(struct tmb_zone *zone, void *holder)
 {
 	fs_put_dax(zone->dax, holder);
 	put_dev_pagemap(zone->pages);
@@ -51,7 +51,7 @@ static void zone_unmap(struct tmb_zone *zone, void *holder)
 }
 
 /* Copies the header and checks it. -EINVAL: no zone; -EPROTONOSUPPORT: not one for this module. */
-static int zone_check(struct tmb_zone *zone)
+static int tmb_zone_check(struct tmb_zone *zone)
 {
 	struct tmb_zone_header *h;
 	int err = -EINVAL;
@@ -118,15 +118,15 @@ int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
 	err = tmb_bdev_open(&zone->dev, path, holder != NULL, holder);
 	if (err)
 		goto unuse;
-	err = zone_map(zone, holder);
+	err = tmb_zone_map(zone, holder);
 	if (err)
 		goto close;
-	err = zone_check(zone);
+	err = tmb_zone_check(zone);
 	if (err)
 		goto unmap;
 	return 0;
 unmap:
-	zone_unmap(zone, holder);
+	tmb_zone_unmap(zone, holder);
 close:
 	tmb_bdev_close(&zone->dev);
 unuse:
@@ -137,7 +137,7 @@ unuse:
 
 void tmb_zone_detach(struct tmb_zone *zone, void *holder)
 {
-	zone_unmap(zone, holder);
+	tmb_zone_unmap(zone, holder);
 	tmb_bdev_close(&zone->dev);
 	if (holder)
 		tmb_zone_unuse();
@@ -181,7 +181,7 @@ int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path)
 }
 
 /* Returns whether this guest may take a slot: the wanted one, its doorbell's, or any that invites a VM without a doorbell. */
-static bool slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
+static bool tmb_slot_fits(struct tmb_zone *zone, u32 i, int wanted, u32 doorbell)
 {
 	struct tmb_member *m = &zone->members[i];
 
@@ -207,7 +207,7 @@ int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_onl
 		struct tmb_member *m = &zone->members[i];
 		u64 was = tmb_load_acquire(&m->state_epoch);
 
-		if (!slot_fits(zone, i, wanted, doorbell))
+		if (!tmb_slot_fits(zone, i, wanted, doorbell))
 			continue;
 		if (tmb_state(was) == TMB_MEMBER_EMPTY || tmb_state(was) > TMB_MEMBER_DEAD)
 			continue;

@@ -24,8 +24,8 @@
 /* Looks for an answer of the supervisor before a request is withdrawn: some 20 seconds. */
 #define TBP_PATIENCE 20000
 
-static bool rebind;
-module_param(rebind, bool, 0444);
+static bool tbp_rebind;
+module_param_named(rebind, tbp_rebind, bool, 0444);
 MODULE_PARM_DESC(rebind, "unbind the drivers that the VM's devices have already, and bind them again");
 
 struct tbp_map tbp_guest_map;
@@ -279,7 +279,7 @@ static int tbp_late(struct device *dev, void *unused)
 
 	if (tbp_find(pdev) < 0 || !pdev->driver)
 		return 0;
-	if (!rebind)
+	if (!tbp_rebind)
 		pci_notice(pdev, "stays translated until its driver is bound again\n");
 	else if (device_reprobe(dev) < 0)
 		pci_warn(pdev, "no driver takes it again\n");
