@@ -35,6 +35,12 @@ pub enum Type {
     Shared(String, bool),
     /// A list of properties that ends with 0, and those that a client may set.
     Properties(Vec<String>),
+    /// An address of device memory, which the server looks up among the client's allocations.
+    Address,
+    /// The number of a device, as the program counts those that it sees.
+    Ordinal,
+    /// A pointer to where the handle of a new object of this kind goes; in the record, the id that the client chose.
+    Fresh(String),
     /// A pointer to where a result goes.
     Out(Box<Type>),
     /// A pointer that hand-written code understands.
@@ -82,6 +88,8 @@ pub enum Class {
     Create(String),
     /// Returns a status.
     Call,
+    /// Is not waited for: an error is kept for a later call that waits.
+    Post,
     /// Counts a reference of the program to a handle.
     Retain,
     /// Gives a reference of the program up.
@@ -123,14 +131,58 @@ pub struct Function {
     pub memory: Option<Call>,
     /// The type of the command in its event, by name.
     pub command: Option<String>,
+    /// The version of the API in which it is first found under its name without a suffix; 0: the API has no versions.
+    pub since: u32,
+    /// Why it is not forwarded.
+    pub absence: Option<Absence>,
     /// The line of the declaration.
     pub line: usize,
+}
+
+/// Why a function is not forwarded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Absence {
+    /// Set if it may come: nothing but work stands against it.
+    pub later: bool,
+    pub reason: String,
+}
+
+/// An exported name of an API whose functions have versions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Symbol {
+    /// As it is exported: `cuMemcpyHtoD_v2_ptds`.
+    pub name: String,
+    /// As programs ask for it: `cuMemcpyHtoD`.
+    pub base: String,
+    pub since: u32,
+    /// Set if its default stream is the calling thread's.
+    pub threaded: bool,
 }
 
 impl Function {
     /// Returns whether a flag is set.
     pub fn is(&self, flag: &str) -> bool {
         self.flags.contains(flag)
+    }
+
+    /// The suffix of its second export, whose default stream is the calling thread's.
+    pub fn threaded(&self) -> Option<&'static str> {
+        ["ptsz", "ptds"].into_iter().find(|suffix| self.is(suffix))
+    }
+
+    /// The names under which it is exported.
+    pub fn symbols(&self) -> Vec<Symbol> {
+        let versioned = self.name.trim_end_matches(|c: char| c.is_ascii_digit());
+        let base = versioned.strip_suffix("_v").unwrap_or(&self.name).to_string();
+        let plain = Symbol { name: self.name.clone(), base, since: self.since, threaded: false };
+        let second = self.threaded().map(|suffix| Symbol {
+            name: format!("{}_{suffix}", self.name),
+            // Streams of threads came with version 7.
+            since: self.since.max(7000),
+            threaded: true,
+            ..plain.clone()
+        });
+        [plain].into_iter().chain(second).collect()
     }
 
     /// Returns whether it puts a command into a queue, with a wait list and an event.
@@ -168,6 +220,9 @@ impl Function {
         };
         if matches!(self.class, Class::Transfer(_)) && self.wire.is_none() {
             fields.extend([implied("data", u64s()), implied("ticket", u64s())]);
+        }
+        if self.is("current") {
+            fields.push(implied("current", Type::Handle("context".into(), true)));
         }
         match &self.class {
             Class::Info => fields.push(implied("param", Type::Int("u32".into()))),
@@ -228,6 +283,8 @@ pub struct Api {
     pub structs: Vec<Struct>,
     pub kinds: Vec<Kind>,
     pub functions: Vec<Function>,
+    /// Set if records have the calling thread's current context, except those of functions that are `free` of it, and all functions are exported.
+    pub is_contextual: bool,
     /// The entries of the dispatch table.
     pub dispatch: Vec<String>,
     /// The identity of the text.

@@ -14,6 +14,9 @@ fn c_type(ty: &Type) -> String {
         Type::Triple => "*const usize".into(),
         Type::Str(_) => "*const c_char".into(),
         Type::Out(t) => format!("*mut {}", c_type(&t).trim_start_matches("*const ")),
+        Type::Fresh(_) => "*mut Handle".into(),
+        Type::Address => "u64".into(),
+        Type::Ordinal => "i32".into(),
         _ => "*const c_void".into(),
     }
 }
@@ -60,6 +63,14 @@ fn convert(out: &mut String, f: &Function) -> Result<Vec<String>, std::fmt::Erro
             writeln!(out, "        let {n} = unsafe {{ rt::properties({n}, 2) }};")?;
             continue;
         }
+        if let Type::Ordinal = p.ty {
+            writeln!(out, "        let {n} = rt::device({n})?;")?;
+            continue;
+        }
+        if let Type::Fresh(kind) = &p.ty {
+            writeln!(out, "        let new_{n} = rt::fresh(kind::{}, {n}.is_null())?;", kind.to_uppercase())?;
+            continue;
+        }
         let (promised, call) = match &p.ty.in_c() {
             Type::Handle(kind, optional) => {
                 let get = if *optional { "maybe" } else { "object" };
@@ -89,7 +100,14 @@ fn value(f: &Function, name: &str, ty: &Type) -> String {
         Type::Handle(_, false) => format!("{name}.id()"),
         Type::Handle(_, true) => format!("{name}.map_or(0, |o| o.id())"),
         Type::Handles(..) | Type::Properties(_) => format!("{name}.into()"),
-        Type::Int(_) | Type::Blocking | Type::Triple | Type::Bytes(_) | Type::Str(_) => name.into(),
+        Type::Fresh(_) => format!("new_{name}.id()"),
+        Type::Address
+        | Type::Ordinal
+        | Type::Int(_)
+        | Type::Blocking
+        | Type::Triple
+        | Type::Bytes(_)
+        | Type::Str(_) => name.into(),
         _ => unreachable!("the parser wants a wire format for {}", f.name),
     }
 }
@@ -101,6 +119,9 @@ fn fields(f: &Function) -> String {
     for p in f.fields().iter().filter(|p| is_param(&p.name)) {
         let n = ident(&p.name);
         out += &format!("{n}: {}, ", value(f, &n, &p.ty));
+    }
+    if f.is("current") {
+        out += "current: rt::current(), ";
     }
     out
 }
@@ -246,7 +267,8 @@ fn create(out: &mut String, f: &Function, kind: &str) -> std::fmt::Result {
 fn call(out: &mut String, f: &Function) -> std::fmt::Result {
     writeln!(out, "    rt::status(|| {{")?;
     convert(out, f)?;
-    writeln!(out, "        let _reply = rt::call(&wire::{} {{ {}}})?;", record_name(&f.name), fields(f))?;
+    let how = if f.class == Class::Post { "post" } else { "call" };
+    writeln!(out, "        let _reply = rt::{how}(&wire::{} {{ {}}})?;", record_name(&f.name), fields(f))?;
     let outs: Vec<_> = f.params.iter().filter(|p| matches!(p.ty, Type::Out(_))).collect();
     if !outs.is_empty() {
         writeln!(out, "        let mut from = Decoder::new(&_reply);")?;
@@ -254,10 +276,19 @@ fn call(out: &mut String, f: &Function) -> std::fmt::Result {
     for p in outs {
         if let Type::Out(t) = &p.ty {
             let n = ident(&p.name);
-            writeln!(out, "        let value = from.{}().map_err(|_| wire::LOST)?;", c_type(t))?;
+            let (method, cast) = match c_type(t).as_str() {
+                "usize" => ("u64".to_string(), " as usize"),
+                ty => (ty.to_string(), ""),
+            };
+            writeln!(out, "        let value = from.{method}().map_err(|_| wire::LOST)?{cast};")?;
             writeln!(out, "        // SAFETY: null or room for the value, as the API says.")?;
             writeln!(out, "        unsafe {{ rt::write({n}, value) }};")?;
         }
+    }
+    for p in f.params.iter().filter(|p| matches!(p.ty, Type::Fresh(_))) {
+        let n = ident(&p.name);
+        writeln!(out, "        // SAFETY: room for a handle: rt::fresh refused null.")?;
+        writeln!(out, "        unsafe {{ rt::write({n}, new_{n}.publish()) }};")?;
     }
     writeln!(out, "        Ok(())\n    }})\n}}")
 }
@@ -271,21 +302,39 @@ fn count(out: &mut String, f: &Function, method: &str) -> std::fmt::Result {
 fn stub(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
     let (params, result) = signature(f);
     let params: Vec<String> = params.iter().map(|(n, t)| format!("{n}: {t}")).collect();
+    if api.is_contextual {
+        writeln!(out, "#[unsafe(no_mangle)]")?;
+    }
     writeln!(out, "pub unsafe extern \"C\" fn {}({}) -> {result} {{", f.name, params.join(", "))?;
     match &f.class {
         Class::Info => info(out, api, f),
         Class::Enqueue => enqueue(out, api, f),
         Class::Transfer(direction) => transfer(out, api, f, *direction),
         Class::Create(kind) => create(out, f, kind),
-        Class::Call => call(out, f),
+        Class::Call | Class::Post => call(out, f),
         Class::Retain => count(out, f, "retain"),
         Class::Release => count(out, f, "release"),
         Class::Local | Class::None => {
-            let names: Vec<String> = f.params.iter().map(|p| ident(&p.name)).collect();
-            writeln!(out, "    let _unused = ({});", names.join(", ") + ",")?;
+            let names: String = f.params.iter().map(|p| ident(&p.name) + ",").collect();
+            writeln!(out, "    let _unused = ({names});")?;
             writeln!(out, "    rt::unsupported({:?}, {:#x})\n}}", f.name, f.id)
         }
     }
+}
+
+/// The second export of a function, whose default stream is the calling thread's.
+fn threaded(out: &mut String, f: &Function, suffix: &str) -> std::fmt::Result {
+    let (params, result) = signature(f);
+    let name = &f.name;
+    let declared: Vec<String> = params.iter().map(|(n, t)| format!("{n}: {t}")).collect();
+    let passed: Vec<&str> = params.iter().map(|p| p.0.as_str()).collect();
+    let (declared, passed, module) = (declared.join(", "), passed.join(", "), module(f));
+    writeln!(
+        out,
+        "#[unsafe(no_mangle)]\npub unsafe extern \"C\" fn {name}_{suffix}({declared}) -> {result} {{"
+    )?;
+    writeln!(out, "    // SAFETY: as the caller promises.")?;
+    writeln!(out, "    rt::threaded(|| unsafe {{ {module}::{name}({passed}) }})\n}}")
 }
 
 /// The client's functions and dispatch table, as Rust source for `include!` in a module that imports `Handle`, `c_void`, `c_char`,
@@ -300,14 +349,29 @@ fn by_hand(f: &Function) -> bool {
     f.is("client") || f.class == Class::Local
 }
 
+/// The module of a function.
+fn module(f: &Function) -> &'static str {
+    if by_hand(f) { "crate::hand" } else { "self" }
+}
+
 fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     for f in api.functions.iter().filter(|f| f.is_native() && !by_hand(f)) {
         stub(out, api, f)?;
     }
-    let pointer = |f: &Function| {
-        let module = if by_hand(f) { "crate::hand" } else { "self" };
-        format!("{module}::{} as *const c_void", f.name)
-    };
+    for f in &api.functions {
+        f.threaded().map_or(Ok(()), |suffix| threaded(out, f, suffix))?;
+    }
+    if !api.dispatch.is_empty() {
+        table(out, api)?;
+    }
+    by_name(out, api)
+}
+
+fn pointer(f: &Function) -> String {
+    format!("{}::{} as *const c_void", module(f), f.name)
+}
+
+fn table(out: &mut String, api: &Api) -> std::fmt::Result {
     writeln!(
         out,
         "/// Entries of the dispatch table, in the loader's order.\n#[repr(transparent)]\npub struct Table(pub [*const c_void; {}]);",
@@ -326,12 +390,20 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
             }
         }
     }
+    writeln!(out, "]);")
+}
+
+fn by_name(out: &mut String, api: &Api) -> std::fmt::Result {
     writeln!(
         out,
-        "]);\n/// The function of this name, for programs that ask by name; null: none.\npub fn by_name(name: &[u8]) -> *const c_void {{\n    match name {{"
+        "/// The function of this name, for programs that ask by name; null: none.\npub fn by_name(name: &[u8]) -> *const c_void {{\n    match name {{"
     )?;
     for f in api.functions.iter().filter(|f| f.is_native()) {
         writeln!(out, "        b{:?} => {},", f.name, pointer(f))?;
+        if let Some(suffix) = f.threaded() {
+            let name = format!("{}_{suffix}", f.name);
+            writeln!(out, "        b{name:?} => self::{name} as *const c_void,")?;
+        }
     }
     writeln!(out, "        _ => std::ptr::null(),\n    }}\n}}")
 }

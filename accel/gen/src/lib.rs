@@ -21,7 +21,9 @@ pub mod wire;
 /// The name of a function's record type: `clEnqueueCopyBuffer` is `EnqueueCopyBuffer`.
 pub fn record_name(function: &str) -> String {
     let bare = function.trim_start_matches(|c: char| c.is_ascii_lowercase());
-    if bare.is_empty() { function.to_string() } else { bare.to_string() }
+    // The version of a name.
+    let bare = bare.replace("_v", "V");
+    if bare.is_empty() { function.to_string() } else { bare }
 }
 
 /// The name of a function in Rust's style: `clEnqueueSVMMap` is `enqueue_svm_map`.
@@ -50,7 +52,7 @@ pub fn camel(name: &str) -> String {
 /// A name that is no keyword of Rust.
 pub fn ident(name: &str) -> String {
     match name {
-        "type" | "in" | "ref" | "match" | "move" => format!("{name}_"),
+        "type" | "in" | "ref" | "match" | "move" | "mod" | "fn" => format!("{name}_"),
         _ => name.to_string(),
     }
 }

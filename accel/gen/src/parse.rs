@@ -19,17 +19,24 @@
 //!     packed FUNCTION(FIELD, …)
 //!     memory FUNCTION(PARAMETER, …)
 //!     command NAME
+//! none never|later REASON         functions that are not forwarded, and why
+//!     NAME VERSION [ptsz|ptds]
+//! contextual                      records have the current context; all functions are exported, in versions
 //! dispatch NAME…
 //! ```
 //!
 //! Types: `u32 i32 u64 i64 usize`; `KIND`, `KIND?` (may be null); `[KIND; len]`, `[KIND]`, `[new KIND]`; `[T; 3]`, `[T]`;
 //! `bytes(len)`, `blob`, `str`, `str?`, `strs`, `struct NAME`; `blocking`; `data` and `host TYPE` (of a transfer); `shared(len)`, `shared(len)?`;
-//! `properties(NAME, …)`; `out TYPE`; `ptr` and `fn` (only with a hand-written client).
+//! `properties(NAME, …)`; `out TYPE`; `new KIND`; `dptr` (an address of device memory); `device` (its number); `ptr` and `fn` (only with a hand-written client).
 
-use crate::api::{Api, Call, Class, Constant, Direction, Function, Kind, Param, Struct, Type};
+use crate::api::{Absence, Api, Call, Class, Constant, Direction, Function, Kind, Param, Struct, Type};
 use std::collections::HashSet;
 
-const FLAGS: [&str; 7] = ["cached", "sure", "lazy", "blocks", "client", "server", "pointer"];
+const FLAGS: [&str; 10] =
+    ["cached", "sure", "lazy", "blocks", "client", "server", "pointer", "free", "ptsz", "ptds"];
+
+/// Functions without a record have numbers above this one.
+const FIRST_ABSENT: u32 = 0x400;
 
 /// A number: decimal, hexadecimal, or one bit.
 fn number(text: &str) -> Result<i64, String> {
@@ -46,7 +53,7 @@ fn small(text: &str) -> Result<u32, String> {
 }
 
 fn is_int(text: &str) -> bool {
-    matches!(text, "u32" | "i32" | "u64" | "i64" | "usize")
+    matches!(text, "u8" | "u16" | "u32" | "i32" | "u64" | "i64" | "usize" | "f32")
 }
 
 /// Splits at commas outside of brackets.
@@ -83,6 +90,7 @@ enum Section {
     Constants(String),
     Struct,
     Function,
+    Absent(Absence),
     /// Has no indented lines.
     Line,
 }
@@ -124,6 +132,9 @@ impl Parser {
         if let Some(inner) = text.strip_prefix("out ") {
             return Ok(Type::Out(Box::new(self.ty(inner)?)));
         }
+        if let Some(kind) = text.strip_prefix("new ").filter(|kind| self.kind(kind)) {
+            return Ok(Type::Fresh(kind.into()));
+        }
         if let Some(inner) = text.strip_prefix("host ") {
             return Ok(Type::Host(Box::new(self.ty(inner)?)));
         }
@@ -150,6 +161,8 @@ impl Parser {
             ("strs", false) => Type::Strs,
             ("blocking", false) => Type::Blocking,
             ("data", false) => Type::Data,
+            ("dptr", false) => Type::Address,
+            ("device", false) => Type::Ordinal,
             ("ptr" | "fn", false) => Type::Ptr,
             _ => match inside(text, "bytes") {
                 Some(len) => Type::Bytes(len.into()),
@@ -176,7 +189,8 @@ impl Parser {
         match word {
             "wire" => {
                 let fields = split_fields(rest);
-                f.wire = Some(fields.iter().map(|p| self.param(p)).collect::<Result<_, _>>()?);
+                let fields = fields.iter().filter(|field| !field.is_empty());
+                f.wire = Some(fields.map(|p| self.param(p)).collect::<Result<_, _>>()?);
             }
             "local" => {
                 f.local = rest.split_whitespace().map(|n| self.known(n)).collect::<Result<_, _>>()?;
@@ -213,6 +227,10 @@ impl Parser {
                 self.api.functions.push(f);
                 done
             }
+            Section::Absent(why) => {
+                let why = why.clone();
+                self.absent(why, word, rest)
+            }
             Section::Line => Err("belongs to no function".into()),
         }
     }
@@ -232,35 +250,47 @@ impl Parser {
             },
             "create" => Class::Create(words.next().ok_or("create what?")?.into()),
             "call" => Class::Call,
+            "post" => Class::Post,
             "retain" => Class::Retain,
             "release" => Class::Release,
             "local" => Class::Local,
             "none" => Class::None,
             _ => return Err(format!("{class}: no such class")),
         };
-        let flags: HashSet<String> = words.map(Into::into).collect();
+        let mut flags: HashSet<String> = HashSet::new();
+        let mut since = 0;
+        for word in words {
+            match word.strip_prefix("since=") {
+                Some(version) => since = small(version)?,
+                None => drop(flags.insert(word.into())),
+            }
+        }
         if let Some(flag) = flags.iter().find(|flag| !FLAGS.contains(&flag.as_str())) {
             return Err(format!("{flag}: no such flag"));
         }
+        let has_record = !matches!(class, Class::Local | Class::None | Class::Retain | Class::Release);
+        if self.api.is_contextual && has_record && !flags.contains("free") {
+            flags.insert("current".into());
+        }
         let id = small(id)?;
+        self.add(Function { since, ..declared(id, name, class, flags, at) })
+    }
+
+    /// A line of functions that are not forwarded. Their numbers follow on all others, as they have no records.
+    fn absent(&mut self, why: Absence, name: &str, rest: &str) -> Result<(), String> {
+        let (version, suffix) = rest.split_once(' ').unwrap_or((rest, ""));
+        let flags = suffix.split_whitespace().map(Into::into).collect();
+        let id = self.api.functions.iter().map(|f| f.id).max().unwrap_or(0).max(FIRST_ABSENT) + 1;
+        let f = declared(id, name, Class::None, flags, 0);
+        self.add(Function { since: small(version)?, absence: Some(why), ..f })
+    }
+
+    fn add(&mut self, f: Function) -> Result<(), String> {
+        let (id, name) = (f.id, f.name.as_str());
         if let Some(other) = self.api.functions.iter().find(|f| f.id == id || f.name == name) {
             return Err(format!("{name}: same id or name as {} in line {}", other.name, other.line));
         }
-        self.api.functions.push(Function {
-            id,
-            name: name.into(),
-            class,
-            flags,
-            params: Vec::new(),
-            wire: None,
-            local: Vec::new(),
-            changing: Vec::new(),
-            checks: Vec::new(),
-            packed: None,
-            memory: None,
-            command: None,
-            line: at,
-        });
+        self.api.functions.push(f);
         Ok(())
     }
 
@@ -295,6 +325,14 @@ impl Parser {
                     invalid: self.known(invalid)?,
                 });
             }
+            "contextual" => self.api.is_contextual = true,
+            "none" => {
+                let (state, reason) = rest.split_once(' ').ok_or("expected 'none never|later reason'")?;
+                if !["never", "later"].contains(&state) {
+                    return Err(format!("{state}: expected never or later"));
+                }
+                self.section = Section::Absent(Absence { later: state == "later", reason: reason.into() });
+            }
             "fn" => {
                 self.function(at, rest)?;
                 self.section = Section::Function;
@@ -302,6 +340,27 @@ impl Parser {
             _ => return Err(format!("{word}: unknown")),
         }
         Ok(())
+    }
+}
+
+/// A declaration without details.
+fn declared(id: u32, name: &str, class: Class, flags: HashSet<String>, line: usize) -> Function {
+    Function {
+        id,
+        name: name.into(),
+        class,
+        flags,
+        params: Vec::new(),
+        wire: None,
+        local: Vec::new(),
+        changing: Vec::new(),
+        checks: Vec::new(),
+        packed: None,
+        memory: None,
+        command: None,
+        since: 0,
+        absence: None,
+        line,
     }
 }
 
@@ -323,7 +382,9 @@ fn complete(f: &Function) -> Result<(), String> {
         return Err(format!("{} has a pointer ({}) and no wire format", f.name, p.name));
     }
     // A call with results must be waited for: a result of a posted call would have nowhere to go.
-    if f.params.iter().any(|p| matches!(p.ty, Type::Out(_))) && (f.is("lazy") || f.is("sure")) {
+    if f.params.iter().any(|p| matches!(p.ty, Type::Out(_)))
+        && (f.is("lazy") || f.is("sure") || f.class == Class::Post)
+    {
         return Err(format!("{} has results and can't be posted", f.name));
     }
     if f.is_command() && !f.is("client") && f.command.is_none() {

@@ -34,6 +34,12 @@ fn argument(api: &Api, f: &Function, name: &str, ty: &Type) -> (Option<String>, 
     let made = |what: String, argument: String| (Some(format!("let {n} = {what};")), argument);
     match ty {
         Type::Int(t) if t == "usize" => (None, format!("r.{n} as usize")),
+        Type::Address => (Some(format!("cx.address(r.{n})?;")), format!("r.{n}")),
+        Type::Ordinal => made(format!("cx.device(r.{n})?"), n.clone()),
+        Type::Fresh(_) => {
+            let statement = format!("cx.vacant(r.{n})?;\n    let mut {n}: Handle = std::ptr::null_mut();");
+            (Some(statement), format!("&mut {n}"))
+        }
         Type::Int(_) => (None, format!("r.{n}")),
         Type::Blocking if f.class == Class::Transfer(Direction::Writes) => (None, "0".into()),
         Type::Blocking => (None, format!("r.{n}")),
@@ -63,7 +69,7 @@ fn argument(api: &Api, f: &Function, name: &str, ty: &Type) -> (Option<String>, 
         Type::Host(_) => (None, "0".into()),
         Type::Data => (None, n),
         Type::Out(t) => match &**t {
-            Type::Int(t) => (Some(format!("let mut {n}: {t} = 0;")), format!("&mut {n}")),
+            Type::Int(t) => (Some(format!("let mut {n}: {t} = Default::default();")), format!("&mut {n}")),
             _ => (None, format!("&mut {n}")),
         },
         _ => unreachable!("the parser wants a wire format for {}", f.name),
@@ -157,8 +163,13 @@ fn handler(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
             for p in &f.params {
                 if let Type::Out(t) = &p.ty {
                     if let Type::Int(t) = &**t {
-                        writeln!(out, "    cx.reply().{t}({});", ident(&p.name))?;
+                        let (method, cast) = if t == "usize" { ("u64", " as u64") } else { (t.as_str(), "") };
+                        writeln!(out, "    cx.reply().{method}({}{cast});", ident(&p.name))?;
                     }
+                }
+                if let Type::Fresh(kind) = &p.ty {
+                    let n = ident(&p.name);
+                    writeln!(out, "    cx.created(kind::{}, r.{n}, {n})?;", kind.to_uppercase())?;
                 }
             }
             writeln!(out, "    Ok(())\n}}")
@@ -183,7 +194,8 @@ pub fn emit(api: &Api) -> String {
 }
 
 fn build(out: &mut String, api: &Api) -> std::fmt::Result {
-    let native: Vec<&Function> = api.functions.iter().filter(|f| f.is_native()).collect();
+    let is_there = |f: &&Function| f.is_native() && f.absence.is_none();
+    let native: Vec<&Function> = api.functions.iter().filter(is_there).collect();
     writeln!(
         out,
         "/// The native functions; None: this driver doesn't have it.\n#[allow(non_snake_case)]\npub struct Native {{"
@@ -247,6 +259,9 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
         let queue = f.fields().into_iter().find(|p| p.ty == Type::Handle("queue".into(), false));
         if let (true, Some(queue)) = (f.is_command(), queue) {
             steps.push(format!("cx.in_queue(r.{}, r.event)", ident(&queue.name)));
+        }
+        if f.is("current") {
+            steps.push("cx.enter(r.current)".into());
         }
         if f.is("server") && !f.checks.is_empty() {
             steps.push(format!("check_{}(cx, &r)", snake(&f.name)));

@@ -9,7 +9,8 @@ fn rust(ty: &Type) -> String {
     match ty {
         Type::Int(t) if t == "usize" => "u64".into(),
         Type::Int(t) => t.clone(),
-        Type::Handle(..) | Type::Shared(..) => "u64".into(),
+        Type::Handle(..) | Type::Shared(..) | Type::Address | Type::Fresh(_) => "u64".into(),
+        Type::Ordinal => "i32".into(),
         Type::Blocking => "u32".into(),
         Type::Handles(..) | Type::New(_) => "Cow<'a, [u64]>".into(),
         Type::Triple => "[u64; 3]".into(),
@@ -28,7 +29,8 @@ fn codec(ty: &Type) -> String {
     match ty {
         Type::Int(t) if t == "usize" => "u64".into(),
         Type::Int(t) => t.clone(),
-        Type::Handle(..) | Type::Shared(..) => "u64".into(),
+        Type::Handle(..) | Type::Shared(..) | Type::Address | Type::Fresh(_) => "u64".into(),
+        Type::Ordinal => "i32".into(),
         Type::Blocking => "u32".into(),
         Type::Handles(..) | Type::New(_) => "u64s".into(),
         Type::Triple => "triple".into(),
@@ -170,6 +172,23 @@ fn constants(out: &mut String, api: &Api) -> std::fmt::Result {
     writeln!(out, "}}")
 }
 
+/// The API's codes, and of an API with versions the names that are exported.
+fn names(out: &mut String, api: &Api) -> std::fmt::Result {
+    writeln!(out, "/// The API's codes and their names.\npub const CODES: &[(i32, &str)] = &[")?;
+    for c in api.constants.iter().filter(|c| c.ty == "i32") {
+        writeln!(out, "    ({}, {:?}),", c.value, c.name)?;
+    }
+    writeln!(
+        out,
+        "];\n/// What is exported: the symbol, the name to ask for, the version since which that finds it, and whether its default stream is the thread's."
+    )?;
+    writeln!(out, "pub const SYMBOLS: &[(&str, &str, u32, bool)] = &[")?;
+    for s in api.functions.iter().flat_map(Function::symbols) {
+        writeln!(out, "    ({:?}, {:?}, {}, {}),", s.name, s.base, s.since, s.threaded)?;
+    }
+    writeln!(out, "];")
+}
+
 fn kinds(out: &mut String, api: &Api) -> std::fmt::Result {
     writeln!(out, "/// Kinds of handles.\npub mod kind {{")?;
     for k in &api.kinds {
@@ -217,8 +236,11 @@ fn build(out: &mut String, api: &Api) -> std::fmt::Result {
     )?;
     constants(out, api)?;
     kinds(out, api)?;
+    if api.is_contextual {
+        names(out, api)?;
+    }
     writeln!(out, "/// All functions: id and name.\npub const FUNCTIONS: &[(u32, &str)] = &[")?;
-    for f in &api.functions {
+    for f in api.functions.iter().filter(|f| f.absence.is_none()) {
         writeln!(out, "    ({:#x}, {:?}),", f.id, f.name)?;
     }
     writeln!(

@@ -4,6 +4,7 @@
 //! - [`wire`]: encoding, decoding with all length checks, the headers of requests and replies; the same for every API.
 //! - [`common`]: records that every API has: the snapshot, releases, pings.
 //! - [`opencl`]: the constants, structures and records of OpenCL, generated from `opencl.api`.
+//! - [`cuda`]: those of the CUDA driver API, from `cuda.api`, and the names under which it exports its functions.
 //! - [`image`], [`rectangle`]: the arithmetic of OpenCL's images and rectangles.
 
 #![deny(missing_docs)]
@@ -22,4 +23,15 @@ pub mod opencl {
     use crate::wire::{Decoder, Encoder, Maker, Malformed, Record, again};
     use std::borrow::Cow;
     include!(concat!(env!("OUT_DIR"), "/opencl.rs"));
+}
+
+/// The declarations of the CUDA driver API, for build scripts.
+pub const CUDA_API: &str = include_str!("../cuda.api");
+
+/// CUDA's constants, records, kinds, exported names and identity, generated. What a field means stands in the declaration.
+#[allow(missing_docs, non_snake_case, clippy::too_many_lines)]
+pub mod cuda {
+    use crate::wire::{Decoder, Encoder, Maker, Malformed, Record, again};
+    use std::borrow::Cow;
+    include!(concat!(env!("OUT_DIR"), "/cuda.rs"));
 }

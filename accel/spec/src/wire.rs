@@ -76,7 +76,7 @@ macro_rules! integers {
         }
     };
 }
-integers!(u32 u32s, i32 i32s, u64 u64s, i64 i64s);
+integers!(u8 u8s, u16 u16s, u32 u32s, i32 i32s, u64 u64s, i64 i64s, f32 f32s);
 
 impl<'b> Encoder<'b> {
     /// Appends to `to`.
@@ -133,7 +133,7 @@ impl<'m> Maker<'m> {
     pub fn new(next: &'m mut dyn FnMut() -> u64, out: &'m mut Vec<u8>) -> Self {
         Maker { next, out }
     }
-    made!(u32 u32s, i32 i32s, u64 u64s, i64 i64s);
+    made!(u8 u8s, u16 u16s, u32 u32s, i32 i32s, u64 u64s, i64 i64s, f32 f32s);
     /// Three integers.
     pub fn triple(&mut self) {
         (0..3).for_each(|_| self.u64());
