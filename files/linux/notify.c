@@ -8,7 +8,8 @@
  * Hearing: the VFS does not tell a file system that a watch is set. But setting one asks for the permission to read without opening
  * anything, so this member listens from such a question on; a worker checks now and then whether a watch remains. Events of other
  * members are looked up among the inodes that this kernel knows, since a watched inode is one of them, and passed to fsnotify. Marks on
- * a mount (FAN_MARK_MOUNT) hear nothing, because other members' changes happen in no mount of this kernel.
+ * a mount (FAN_MARK_MOUNT), and fanotify groups that want a descriptor with each event, hear nothing, because other members' changes happen in
+ * no mount of this kernel. They can't be refused: the VFS asks no file system when they are set.
  */
 #include "tombolo.h"
 

@@ -910,9 +910,13 @@ fn watch_shows_what_a_mount_does_as_it_happens() {
     fs::write(rig.at("a/dir/f"), "contents").expect("write");
     fs::rename(rig.at("a/dir/f"), rig.at("a/dir/g")).expect("rename");
     fs::set_permissions(rig.at("b/dir/g"), fs::Permissions::from_mode(0o600)).expect("chmod");
+    fs::create_dir(rig.at("a/dir/sub")).expect("mkdir");
+    fs::create_dir(rig.at("a/dir/over")).expect("mkdir");
+    fs::rename(rig.at("a/dir/sub"), rig.at("a/dir/over")).expect("rename");
+    fs::remove_dir(rig.at("a/dir/over")).expect("rmdir");
     fs::remove_file(rig.at("a/dir/g")).expect("remove");
     let mut seen = Vec::new();
-    while !seen.last().is_some_and(|l: &String| l.contains("delete")) {
+    while !seen.last().is_some_and(|l: &String| l.contains("delete") && l.contains("/dir/g")) {
         seen.push(lines.next().expect("more"));
     }
     let seen: Vec<Vec<&str>> = seen.iter().map(|l| l.split_whitespace().collect()).collect();
@@ -923,6 +927,10 @@ fn watch_shows_what_a_mount_does_as_it_happens() {
         ["member-a", "moved-from", "file", "/dir/f"],
         ["member-a", "moved-to", "file", "/dir/g"],
         ["member-b", "attrib", "file", "/dir/g"],
+        ["member-a", "create", "dir", "/dir/sub"],
+        ["member-a", "moved-from", "dir", "/dir/sub"],
+        ["member-a", "moved-to", "dir", "/dir/over"],
+        ["member-a", "delete", "dir", "/dir/over"],
         ["member-a", "delete", "file", "/dir/g"],
     ];
     for line in &seen {
@@ -1028,6 +1036,127 @@ fn options_of_a_mount_hold_and_others_are_named() {
     let out = files(&["mount", "-o", "quota", &alone.image, alone.at.to_str().expect("a path")]);
     assert!(!out.status.success());
     assert!(String::from_utf8_lossy(&out.stderr).contains("[no]atime"));
+}
+
+/// What docs/files.md says of SQLite.
+#[test]
+fn sqlite_works_on_a_mount_but_for_its_log_from_which_there_is_a_way_back() {
+    let alone = Alone::new();
+    alone.mount(&[]);
+    let script = "
+import sqlite3, sys
+def at_once(*commands):
+    c = sqlite3.connect(sys.argv[1])
+    try:
+        return [c.execute(command).fetchall() for command in commands]
+    except sqlite3.OperationalError as e:
+        return str(e)
+    finally:
+        c.commit()
+        c.close()
+print(at_once('create table t(x)', 'insert into t values (7)', 'select * from t'))
+print(at_once('pragma journal_mode=wal'))
+print(at_once('select * from t'))
+print(at_once('pragma locking_mode=exclusive', 'pragma journal_mode=delete'))
+print(at_once('select * from t'))
+";
+    let database = alone.at.join("database");
+    let out = Command::new("python3").args(["-c", script]).arg(database).output().expect("python3 starts");
+    let printed = String::from_utf8_lossy(&out.stdout).into_owned();
+    let wanted = [
+        "[[], [], [(7,)]]",
+        "[[('wal',)]]",
+        "disk I/O error",
+        "[[('exclusive',)], [('delete',)]]",
+        "[[(7,)]]",
+    ];
+    assert_eq!(printed.lines().collect::<Vec<_>>(), wanted, "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+fn access_time(path: &Path) -> (i64, i64) {
+    let meta = fs::symlink_metadata(path).expect("stat");
+    (meta.atime(), meta.atime_nsec())
+}
+
+#[test]
+fn reads_store_access_times_as_the_mount_table_says() {
+    let alone = Alone::new();
+    let all = ["file", "dir", "link"];
+    let read = |name: &str| {
+        let path = alone.at.join(name);
+        let before = access_time(&path);
+        match name {
+            "file" => drop(fs::read(&path).expect("read")),
+            "dir" => drop(fs::read_dir(&path).expect("list").count()),
+            _ => drop(fs::read_link(&path).expect("readlink")),
+        }
+        access_time(&path) != before
+    };
+    alone.mount(&[]);
+    fs::write(alone.at.join("file"), "x").expect("write");
+    fs::create_dir(alone.at.join("dir")).expect("mkdir");
+    std::os::unix::fs::symlink("file", alone.at.join("link")).expect("symlink");
+    assert!(alone.options().contains("relatime"), "{}", alone.options());
+    assert_eq!(all.map(read), [true; 3], "the first read since a change");
+    assert_eq!(all.map(read), [false; 3], "the second");
+    for (option, stored) in [("strictatime", [true; 3]), ("strictatime,nodiratime", [true, false, true])] {
+        unmount(&alone.at);
+        alone.mount(&["-o", option]);
+        let shown = alone.options();
+        assert!(!shown.contains("relatime") && shown.contains("nodiratime") == option.contains("nodiratime"));
+        assert_eq!(all.map(read), stored, "{option}");
+    }
+}
+
+#[test]
+fn a_time_that_a_zone_cannot_store_becomes_the_last_one_as_in_guests() {
+    let rig = Rig::new();
+    fs::write(rig.at("a/f"), "x").expect("write");
+    for (asked, stored) in
+        [(1 << 34, 9_223_372_035), (9_223_372_035, 9_223_372_035), (9_223_372_034, 9_223_372_034)]
+    {
+        let time = rustix::fs::Timespec { tv_sec: asked, tv_nsec: 5 };
+        let times = rustix::fs::Timestamps { last_access: time, last_modification: time };
+        rustix::fs::utimensat(rustix::fs::CWD, rig.at("a/f"), &times, rustix::fs::AtFlags::empty())
+            .expect("touch");
+        let meta = fs::metadata(rig.at("b/f")).expect("stat");
+        let nanoseconds = if asked == stored && asked < 9_223_372_035 { 5 } else { 0 };
+        assert_eq!((meta.mtime(), meta.mtime_nsec()), (stored, nanoseconds), "{asked}");
+    }
+}
+
+/// Linux leaves it to members of the group alone, since 6.2.
+#[test]
+fn who_is_not_in_a_files_group_takes_its_set_group_id_bit_by_a_change_also_without_group_execution() {
+    let rig = Rig::new();
+    let path = rig.at("a/f");
+    let fallocate =
+        |file: &fs::File| rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, 8192).is_ok();
+    let write = |file: &fs::File| file.write_at(b"y", 0).is_ok();
+    let truncate = |file: &fs::File| file.set_len(1).is_ok();
+    for change in [&fallocate as &dyn Fn(&fs::File) -> bool, &write, &truncate] {
+        for (group, left) in [(1000, 0o666), (50, 0o2666)] {
+            fs::write(&path, "x").expect("write");
+            std::os::unix::fs::chown(&path, Some(0), Some(50)).expect("chown");
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o2666)).expect("chmod");
+            let code = in_child(|| {
+                // SAFETY: plain calls of a child with one thread.
+                let dropped = unsafe {
+                    libc::setgroups(0, std::ptr::null()) == 0
+                        && libc::setgid(group) == 0
+                        && libc::setuid(1000) == 0
+                };
+                let file = fs::OpenOptions::new().write(true).open(&path);
+                i32::from(!(dropped && file.is_ok_and(|file| change(&file))))
+            });
+            let mode = fs::metadata(rig.at("b/f")).expect("stat").mode() & 0o7777;
+            assert_eq!(
+                (code, format!("{mode:o}")),
+                (0, format!("{left:o}")),
+                "by a process of group {group}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -169,8 +169,12 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     if !options.read_only {
         fs.recover_all().with_context(|| format!("{}: recovering dead members", args.zone.display()))?;
     }
-    let server =
-        Arc::new(Server { noatime: options.noatime, device_memory: target.is_inside(), ..Server::new(fs) });
+    let server = Arc::new(Server {
+        access_times: options.access_times,
+        nodiratime: options.nodiratime,
+        device_memory: target.is_inside(),
+        ..Server::new(fs)
+    });
     let mounted = session::mount(&args.directory, &options)
         .with_context(|| format!("mounting at {}", args.directory.display()))?;
     let waiting = {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Attributes of inodes, and extended ones.
 
-use libc::{S_IFDIR, S_IFMT, S_ISGID, S_ISUID};
+use libc::{S_IFDIR, S_IFMT, S_ISGID, S_ISUID, S_IXGRP};
 use rustix::io::Errno;
 
 use super::abi::{self, Cursor, Header, Out, fattr};
@@ -13,6 +13,15 @@ use crate::fs::{self, Attr, Handle, Result};
 use crate::sys;
 
 const CAPABILITY: &[u8] = b"security.capability";
+/// The last and the first second of a time, as in guests (`files/linux/super.c`).
+const LAST: i64 = i64::MAX / NS - 1;
+const FIRST: i64 = i64::MIN / NS + 1;
+
+/// Returns the nanoseconds since 1970 of a time of the kernel; one that a zone can't store becomes the nearest second that it can.
+fn time(secs: u64, ns: u32) -> i64 {
+    let secs = secs as i64;
+    if secs <= FIRST || secs >= LAST { secs.clamp(FIRST, LAST) * NS } else { secs * NS + i64::from(ns) }
+}
 
 impl Server {
     pub(super) fn setattr(&self, h: &Header, c: Cursor<'_>) -> Answer<'_> {
@@ -53,7 +62,9 @@ impl Server {
             && size < old.size
             && self.nodes.is_clean_up(h.node, size);
         if valid & fattr::SIZE != 0 && !*cut && !is_clean_up {
-            self.fs.truncate(Handle::from(old), size, valid & fattr::KILL_SUIDGID != 0)?;
+            let kill = valid & fattr::KILL_SUIDGID != 0;
+            self.drop_group_mark(h, old, kill)?;
+            self.fs.truncate(Handle::from(old), size, kill)?;
             self.drop_capability(old)?;
             *cut = true;
         }
@@ -75,11 +86,10 @@ impl Server {
         }
         if valid & (fattr::UID | fattr::GID) != 0 && !dir {
             // HANDLE_KILLPRIV_V2: a new owner clears set-id bits and capabilities.
-            what |= if valid & fattr::MODE == 0 { sys::TFS_KILL_SET_ID } else { 0 };
+            what |= if valid & fattr::MODE == 0 { rights::lost_set_id(h, old) } else { 0 };
             self.drop_capability(old)?;
         }
         let now = fs::now();
-        let time = |secs: u64, ns: u32| (secs as i64).saturating_mul(NS).saturating_add(i64::from(ns));
         if valid & fattr::ATIME != 0 {
             what |= sys::TFS_SET_ATIME;
             new.atime = if valid & fattr::ATIME_NOW != 0 { now } else { time(atime, atime_ns) };
@@ -122,9 +132,20 @@ impl Server {
     /// Called before an operation that changes data, if the kernel doesn't say whether the caller may keep set-id bits.
     pub(super) fn drop_privileges(&self, h: &Header, attr: &Attr) -> Result<()> {
         if attr.mode & (S_ISUID | S_ISGID) != 0 && !rights::keeps_set_id(h) {
-            self.fs.setattr(Handle::from(attr), sys::TFS_KILL_SET_ID, &Attr::default())?;
+            self.fs.setattr(Handle::from(attr), rights::lost_set_id(h, attr), &Attr::default())?;
         }
         self.drop_capability(attr)
+    }
+
+    /// Called before a write or truncation by which set-id bits go (`kill`): the core keeps S_ISGID of a file that its group may not execute.
+    pub(super) fn drop_group_mark(&self, h: &Header, attr: &Attr, kill: bool) -> Result<()> {
+        if !kill || attr.mode & (S_ISGID | S_IXGRP) != S_ISGID {
+            return Ok(());
+        }
+        match rights::lost_set_id(h, attr) & sys::TFS_KILL_SGID {
+            0 => Ok(()),
+            what => self.fs.setattr(Handle::from(attr), what, &Attr::default()),
+        }
     }
 
     /// Returns EPERM if chattr +i or +a forbids the change.

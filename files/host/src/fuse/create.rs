@@ -173,6 +173,7 @@ impl Server {
         let opened = self.fs.getattr(found).and_then(|attr| match allowed(&attr) {
             true if flags & libc::O_TRUNC == 0 => Ok(attr),
             true => {
+                self.drop_group_mark(h, &attr, kill_suid)?;
                 self.fs.truncate(found, 0, kill_suid)?;
                 self.drop_capability(&attr)?;
                 if self.fs.change_wanted() {

@@ -5,7 +5,7 @@ use rustix::io::Errno;
 
 use super::abi::{self, Cursor, Header, Out};
 use super::ops::{Answer, Piece, Reply, Server, empty, short, u32s, u64s};
-use crate::fs;
+use crate::fs::{self, Attr};
 use crate::sys;
 
 /// One copy_file_range call copies this much at most; the kernel asks again.
@@ -15,14 +15,14 @@ impl Server {
     pub(super) fn read<'a>(&'a self, h: &Header, mut c: Cursor<'_>) -> Answer<'a> {
         let (_fh, offset, len) = (u64s(&mut c)?, u64s(&mut c)?, u64::from(u32s(&mut c)?));
         let (_read_flags, _owner, flags) = (u32s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as i32);
-        let touches = !self.noatime && flags & libc::O_NOATIME == 0;
+        let touches = flags & libc::O_NOATIME == 0;
         let direct = self.fs.area().writable() && !self.device_memory;
         let pin = if direct { self.fs.pin(self.nodes.handle(h.node)).ok() } else { None };
         let Some(pin) = pin else {
             let mut buf = tombolo_heap::zeroed(len as usize).ok_or(Errno::NOMEM)?;
             let got = self.fs.pread(self.nodes.handle(h.node), &mut buf, offset)?;
             buf.truncate(got);
-            if self.fs.area().writable() && touches {
+            if touches {
                 self.note_read(h.node);
             }
             return Ok(Reply::Body(Out(buf)));
@@ -62,9 +62,17 @@ impl Server {
         Ok(Reply::Zone(pieces, pin))
     }
 
-    fn note_read(&self, ino: u64) {
-        // The read was answered; the file may have been freed meanwhile.
-        let _ = self.fs.touch_atime(self.nodes.handle(ino), fs::now());
+    /// Stores the time of an access that has been answered, where the mount's options want that.
+    pub(super) fn note_read(&self, number: u64) {
+        let (file, now) = (self.nodes.handle(number), fs::now());
+        let is_due = |attr: &Attr| {
+            !(self.nodiratime && attr.mode & libc::S_IFMT == libc::S_IFDIR)
+                && self.access_times.is_due(attr, now)
+        };
+        if self.fs.area().writable() && self.fs.getattr(file).is_ok_and(|attr| is_due(&attr)) {
+            // The file may have been freed meanwhile.
+            let _ = self.fs.touch_atime(file, now);
+        }
     }
 
     pub(super) fn write(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
@@ -75,6 +83,7 @@ impl Server {
         let attr = self.fs.getattr(self.nodes.handle(h.node))?;
         self.refuse_protected(&attr, flags & libc::O_APPEND == 0)?;
         self.drop_capability(&attr)?;
+        self.drop_group_mark(h, &attr, kill)?;
         let written = if flags & libc::O_APPEND != 0 {
             self.fs.append(self.nodes.handle(h.node), data, kill)?.0
         } else {
@@ -153,7 +162,7 @@ mod tests {
     use super::super::abi::op;
     use super::*;
     use crate::area::Area;
-    use crate::fs::{Attr, Create, Filesystem, Mkfs, ROOT};
+    use crate::fs::{Create, Filesystem, Mkfs, ROOT};
 
     /// The server of a mount whose zone has a file that can't be synced: one end of a pipe.
     fn unable_to_sync() -> Server {

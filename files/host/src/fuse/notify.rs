@@ -5,30 +5,44 @@ use super::abi::{Cursor, Header, fattr, op};
 use super::flags;
 use super::ops::Server;
 use crate::change::Change;
+use crate::fs::Handle;
 
 /// The fields that make a SETATTR a change of attributes.
 const ATTRIBUTES: u32 = fattr::MODE | fattr::UID | fattr::GID | fattr::ATIME | fattr::MTIME;
 
+/// The inode of a name.
+#[derive(Clone, Copy, Default)]
+struct Found {
+    /// 0: there is none.
+    ino: u64,
+    /// `IN_ISDIR` of a directory.
+    kind: u32,
+}
+
 /// Facts about a request's inodes that can't be found any more once it is done.
 #[derive(Default)]
 pub(super) struct Subject {
-    ino: u64,
-    /// Of a rename: the inode that has the new name.
-    target: u64,
+    named: Found,
+    /// Of a rename: what has the new name.
+    target: Found,
+}
+
+fn named(what: Found, dir: u64, name: &[u8], mask: u32) -> Change {
+    Change::new(what.ino, Some((dir, name.to_vec())), mask | what.kind)
 }
 
 impl Server {
     /// Called before a request is carried out.
     pub(super) fn subject(&self, h: &Header, mut c: Cursor<'_>) -> Subject {
-        let find = |dir: u64, name: Option<&[u8]>| {
-            name.and_then(|n| self.fs.lookup(self.nodes.handle(dir), n).ok()).map_or(0, |f| f.0.ino)
+        let find = |number: u64, name: Option<&[u8]>| {
+            name.map_or(Found::default(), |name| self.find(self.nodes.handle(number), name))
         };
         match h.opcode {
-            op::UNLINK | op::RMDIR => Subject { ino: find(h.node, c.name()), target: 0 },
+            op::UNLINK | op::RMDIR => Subject { named: find(h.node, c.name()), target: Found::default() },
             op::RENAME | op::RENAME2 => {
                 let dir = c.u64().unwrap_or(0);
                 c.bytes(if h.opcode == op::RENAME2 { 8 } else { 0 });
-                Subject { ino: find(h.node, c.name()), target: find(dir, c.name()) }
+                Subject { named: find(h.node, c.name()), target: find(dir, c.name()) }
             }
             _ => Subject::default(),
         }
@@ -40,15 +54,15 @@ impl Server {
         let created = |skip: usize, mut c: Cursor<'_>| {
             c.bytes(skip);
             let name = c.name().unwrap_or_default();
-            self.named(0, ino, name, libc::IN_CREATE)
+            vec![named(self.find(ino, name), ino, name, libc::IN_CREATE)]
         };
         let mut changes = match h.opcode {
             op::SYMLINK => created(0, c),
             op::MKDIR | op::LINK => created(8, c),
             op::MKNOD | op::CREATE => created(16, c),
             op::UNLINK | op::RMDIR => {
-                let mask = libc::IN_DELETE | self.is_gone(subject.ino);
-                self.named(subject.ino, ino, c.name().unwrap_or_default(), mask)
+                let mask = libc::IN_DELETE | self.is_gone(subject.named.ino);
+                vec![named(subject.named, ino, c.name().unwrap_or_default(), mask)]
             }
             op::RENAME | op::RENAME2 => return self.tell_rename(h, c, subject),
             op::SETATTR => {
@@ -92,25 +106,27 @@ impl Server {
         let (old_dir, new_dir) = (self.nodes.handle(h.node).ino, self.nodes.handle(c.u64().unwrap_or(0)).ino);
         let flags = if h.opcode == op::RENAME2 { c.u64().unwrap_or(0) as u32 } else { 0 };
         let (Some(old), Some(new)) = (c.name(), c.name()) else { return };
-        let moved = |ino, from: (u64, &[u8]), to: (u64, &[u8])| {
-            let mut halves = self.named(ino, from.0, from.1, libc::IN_MOVED_FROM);
-            halves.extend(self.named(ino, to.0, to.1, libc::IN_MOVED_TO));
-            self.fs.tell(&mut halves);
+        let moved = |what, from: (u64, &[u8]), to: (u64, &[u8])| {
+            self.fs.tell(&mut [
+                named(what, from.0, from.1, libc::IN_MOVED_FROM),
+                named(what, to.0, to.1, libc::IN_MOVED_TO),
+            ]);
         };
-        moved(subject.ino, (old_dir, old), (new_dir, new));
-        if subject.target != 0 && flags & libc::RENAME_EXCHANGE != 0 {
-            moved(subject.target, (new_dir, new), (old_dir, old));
-        } else if subject.target != 0 {
-            let mask = libc::IN_ATTRIB | self.is_gone(subject.target);
-            self.fs.tell(&mut [Change::new(subject.target, None, mask)]);
+        let target = subject.target;
+        moved(subject.named, (old_dir, old), (new_dir, new));
+        if target.ino != 0 && flags & libc::RENAME_EXCHANGE != 0 {
+            moved(target, (new_dir, new), (old_dir, old));
+        } else if target.ino != 0 {
+            let mask = libc::IN_ATTRIB | target.kind | self.is_gone(target.ino);
+            self.fs.tell(&mut [Change::new(target.ino, None, mask)]);
         }
     }
 
-    /// ino 0: the inode of the name.
-    fn named(&self, ino: u64, dir: u64, name: &[u8], mask: u32) -> Vec<Change> {
-        let found = self.fs.lookup(dir, name).ok();
-        let ino = if ino == 0 { found.map_or(0, |f| f.0.ino) } else { ino };
-        vec![Change::new(ino, Some((dir, name.to_vec())), mask | self.is_dir(ino))]
+    fn find(&self, dir: impl Into<Handle>, name: &[u8]) -> Found {
+        self.fs.lookup(dir, name).map_or(Found::default(), |(handle, kind)| Found {
+            ino: handle.ino,
+            kind: if kind == libc::DT_DIR { libc::IN_ISDIR } else { 0 },
+        })
     }
 
     /// Uses the name of the kernel's last lookup, if the inode still has it.

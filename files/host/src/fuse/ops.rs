@@ -9,6 +9,7 @@ use super::abi::{self, Cursor, Header, Out, op};
 use super::kept::Kept;
 use super::locks::{Locks, Request};
 use super::nodes::Nodes;
+use super::options::AccessTimes;
 use super::replies::{attr_out, entry_out, open_out, statx_out};
 use crate::fs::{Filesystem, Handle, Pin, Result};
 use crate::sys;
@@ -45,8 +46,10 @@ pub struct Server {
     pub(crate) kept: Kept,
     /// File locks.
     pub locks: Locks,
-    /// Reads don't update access times.
-    pub noatime: bool,
+    /// When reads store the time of the access.
+    pub access_times: AccessTimes,
+    /// Reads of directories store none.
+    pub nodiratime: bool,
     /// The zone is a device's memory, which has no pages: the kernel can't read it by itself.
     pub device_memory: bool,
 }
@@ -70,7 +73,8 @@ impl Server {
             nodes,
             kept: Kept::default(),
             locks: Locks::default(),
-            noatime: false,
+            access_times: AccessTimes::default(),
+            nodiratime: false,
             device_memory: false,
         }
     }
@@ -140,7 +144,11 @@ impl Server {
             op::GETATTR => Ok(Reply::Body(attr_out(&self.attributes(h.node)?))),
             op::STATX => Ok(Reply::Body(statx_out(&self.attributes(h.node)?))),
             op::SETATTR => self.setattr(h, c),
-            op::READLINK => Ok(Reply::Body(Out(self.fs.readlink(self.nodes.handle(h.node))?))),
+            op::READLINK => {
+                let target = self.fs.readlink(self.nodes.handle(h.node))?;
+                self.note_read(h.node);
+                Ok(Reply::Body(Out(target)))
+            }
             op::SYMLINK => {
                 let (name, target) = (c.name().ok_or_else(short)?, c.name().ok_or_else(short)?);
                 self.make_closed(h, name, S_IFLNK | 0o777, 0, 0, Some(target))
@@ -270,6 +278,7 @@ impl Server {
 
     fn readdir(&self, h: &Header, mut c: Cursor<'_>) -> Answer<'_> {
         let (_fh, offset, size) = (u64s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as usize);
+        let (_read_flags, _owner, flags) = (u32s(&mut c)?, u64s(&mut c)?, u32s(&mut c)? as i32);
         let mut out = Out::new();
         let mut add = |name: &[u8], ino: u64, kind: u8, next: u64| {
             let len = (24 + name.len()).next_multiple_of(8);
@@ -295,6 +304,9 @@ impl Server {
                 Ok(_) | Err(Errno::NOENT) => {}
                 Err(e) => return Err(e),
             }
+        }
+        if flags & libc::O_NOATIME == 0 {
+            self.note_read(h.node);
         }
         Ok(Reply::Body(out))
     }

@@ -2,6 +2,34 @@
 //! Mount options, as mount(8) has them. Set-id bits and devices are ignored by default: every VM's root can make them in a zone, and must not
 //! become root of this host by them.
 
+use crate::fs::Attr;
+
+/// When reads store the time of the access.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AccessTimes {
+    /// relatime: if the file has changed since the last one, or that is a day old.
+    #[default]
+    Relative,
+    /// strictatime
+    Always,
+    /// noatime
+    Never,
+}
+
+impl AccessTimes {
+    const DAY: i64 = 24 * 60 * 60 * 1_000_000_000;
+
+    /// Returns whether an access at `now` is stored.
+    pub fn is_due(self, attr: &Attr, now: i64) -> bool {
+        let changed = attr.atime <= attr.mtime || attr.atime <= attr.ctime;
+        match self {
+            AccessTimes::Relative => changed || now.saturating_sub(attr.atime) >= AccessTimes::DAY,
+            AccessTimes::Always => true,
+            AccessTimes::Never => false,
+        }
+    }
+}
+
 /// The options of a mount.
 #[derive(Clone, Debug, Default)]
 pub struct MountOptions {
@@ -17,8 +45,10 @@ pub struct MountOptions {
     pub dev: bool,
     /// No program can be run.
     pub noexec: bool,
-    /// Reads don't update access times.
-    pub noatime: bool,
+    /// When reads store the time of the access.
+    pub access_times: AccessTimes,
+    /// Reads of directories store none.
+    pub nodiratime: bool,
 }
 
 impl MountOptions {
@@ -36,24 +66,29 @@ impl MountOptions {
             "nodev" => self.dev = false,
             "exec" => self.noexec = false,
             "noexec" => self.noexec = true,
-            "atime" => self.noatime = false,
-            "noatime" => self.noatime = true,
+            "atime" | "relatime" => self.access_times = AccessTimes::Relative,
+            "strictatime" => self.access_times = AccessTimes::Always,
+            "noatime" => self.access_times = AccessTimes::Never,
+            "diratime" => self.nodiratime = false,
+            "nodiratime" => self.nodiratime = true,
             _ => {
                 return Err(format!(
-                    "'{option}' is no option of this mount; there are ro, rw, [no]suid, [no]dev, [no]exec, [no]atime"
+                    "'{option}' is no option of this mount; there are ro, rw, [no]suid, [no]dev, [no]exec, [no]atime, [no]diratime, relatime, strictatime"
                 ));
             }
         }
         Ok(())
     }
 
-    fn list(&self) -> [(bool, libc::c_ulong, &'static str); 5] {
+    fn list(&self) -> [(bool, libc::c_ulong, &'static str); 7] {
         [
             (self.read_only, libc::MS_RDONLY, "ro"),
             (!self.suid, libc::MS_NOSUID, "nosuid"),
             (!self.dev, libc::MS_NODEV, "nodev"),
             (self.noexec, libc::MS_NOEXEC, "noexec"),
-            (self.noatime, libc::MS_NOATIME, "noatime"),
+            (self.access_times == AccessTimes::Never, libc::MS_NOATIME, "noatime"),
+            (self.access_times == AccessTimes::Always, libc::MS_STRICTATIME, "strictatime"),
+            (self.nodiratime, libc::MS_NODIRATIME, "nodiratime"),
         ]
     }
 

@@ -60,6 +60,13 @@ pub(super) fn allowed_mode(h: &Header, mode: u32, gid: u32) -> u32 {
     if allowed { mode } else { mode & !libc::S_ISGID }
 }
 
+/// Returns what a caller without CAP_FSETID takes from a file that it changes (`TFS_KILL_*`): as Linux does it since 6.2, S_ISGID without group execution
+/// stays for members of the file's group alone.
+pub(super) fn lost_set_id(h: &Header, attr: &Attr) -> u32 {
+    let keeps = attr.mode & libc::S_ISGID == 0 || is_in_group(h, attr.gid) || capable(h, CAP_FSETID);
+    sys::TFS_KILL_SET_ID | if keeps { 0 } else { sys::TFS_KILL_SGID }
+}
+
 /// Returns whether set-id bits of a file may stay when this caller changes its data.
 pub(super) fn keeps_set_id(h: &Header) -> bool {
     capable(h, CAP_FSETID)
