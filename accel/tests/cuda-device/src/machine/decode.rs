@@ -1,0 +1,792 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Decodes a kernel and all functions that it may call. Callees come before their callers, so that lanes inside of a call have lower program counters than
+//! those that wait behind it.
+
+use super::link::Loaded;
+use super::program::{Callee, Guard, Instruction, Op, Parameter, Program, SINK, Special};
+use super::rows::{RowFn, row};
+use super::{compare, convert, float, halves, int};
+use crate::ptx::Error;
+use crate::ptx::ast::{self, Function, Operand, Space, Statement};
+use crate::ptx::types::Ty;
+use std::collections::{HashMap, HashSet};
+
+/// The start of shared memory is the system's, as on NVIDIA's devices since compute capability 9.0.
+const SHARED_START: usize = 1024;
+/// Local memory of a lane in kernels that recurse.
+const RECURSION: usize = 64 << 10;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Symbol {
+    Register {
+        row: u32,
+        ty: Ty,
+    },
+    /// .local, and .param of calls and of functions.
+    Frame {
+        offset: u32,
+        size: u32,
+    },
+    /// A kernel's parameter.
+    Parameter {
+        offset: u32,
+    },
+    Shared {
+        offset: u32,
+    },
+}
+
+#[derive(Default)]
+struct Scope {
+    names: HashMap<String, Symbol>,
+    /// `%r<10>`: a prefix, how many, of which type.
+    families: HashMap<String, (u32, Ty)>,
+    /// The frame's end where the scope began.
+    frame: u32,
+}
+
+pub(super) struct Decoder<'a> {
+    pub(super) loaded: &'a Loaded,
+    pub(super) program: Program,
+    constants: HashMap<u64, u32>,
+    specials: Vec<(u32, Special)>,
+    shared: HashMap<String, u32>,
+    /// Numbers of functions among the program's callees, and the one that is being decoded.
+    pub(super) numbers: HashMap<String, u32>,
+    pub(super) current: String,
+    /// Of the function that is being decoded.
+    scopes: Vec<Scope>,
+    pub(super) entry: bool,
+    pub(super) frame: u32,
+    frame_max: u32,
+    /// Branches whose labels come later: instruction, name, number of the scope chain.
+    pub(super) branches: Vec<(u32, Vec<String>, Vec<usize>)>,
+    /// All scopes' labels of this function, by the scope's number; and the chain of open scopes' numbers.
+    labels: Vec<HashMap<String, u32>>,
+    pub(super) chain: Vec<usize>,
+    pub(super) targets: HashMap<String, Vec<String>>,
+    pub(super) line: u32,
+    pub(super) guard: Option<Guard>,
+    depths: HashMap<String, u32>,
+    pub(super) cyclic: HashSet<(String, String)>,
+    pub(super) first_row: u32,
+}
+
+pub(super) type Result<T> = std::result::Result<T, Error>;
+
+/// Decodes a kernel of a loaded module.
+pub fn decode(loaded: &Loaded, name: &str) -> Result<Program> {
+    let number = loaded.functions.get(name).copied().filter(|&number| loaded.ast.functions[number].entry);
+    let Some(number) = number else { return Err(Error { line: 0, what: format!("no kernel {name}") }) };
+    let entry = &loaded.ast.functions[number];
+    let graph = super::decode_control::CallGraph::of(loaded, name);
+    let mut decoder = Decoder::new(loaded, entry);
+    decoder.cyclic = graph.cyclic();
+    let callees = graph.order().into_iter().filter(|function| !function.entry && function.body.is_some());
+    decoder.numbers =
+        callees.enumerate().map(|(number, function)| (function.name.clone(), number as u32)).collect();
+    for function in graph.order() {
+        decoder.function(function, &graph)?;
+    }
+    let mut program = decoder.program;
+    let recursive = !decoder.cyclic.is_empty();
+    program.recursive = recursive;
+    program.local_bytes = (decoder.depths.get(name).copied().unwrap_or(0) as usize
+        + if recursive { RECURSION } else { 0 })
+    .next_multiple_of(16);
+    program.constants = decoder.constants.iter().map(|(&value, &row)| (row, value)).collect();
+    program.specials = decoder.specials;
+    for (number, callee) in program.callees.iter().enumerate() {
+        if let Some(address) = loaded.address(&callee.name) {
+            program.addresses.push((address, number as u32));
+        }
+    }
+    Ok(program)
+}
+
+impl<'a> Decoder<'a> {
+    fn new(loaded: &'a Loaded, entry: &Function) -> Decoder<'a> {
+        let max_threads = entry
+            .max_threads
+            .or(entry.required_threads)
+            .map_or(1024, |sizes| sizes.iter().product::<u32>().clamp(1, 1024));
+        let program = Program {
+            name: entry.name.clone(),
+            code: Vec::new(),
+            start: 0,
+            rows: 0,
+            constants: Vec::new(),
+            specials: Vec::new(),
+            callees: Vec::new(),
+            addresses: Vec::new(),
+            parameters: Vec::new(),
+            parameter_bytes: 0,
+            shared_bytes: SHARED_START,
+            local_bytes: 0,
+            recursive: false,
+            max_threads,
+            required_threads: entry.required_threads,
+            version: loaded.ast.version,
+        };
+        let mut decoder = Decoder {
+            loaded,
+            program,
+            constants: HashMap::new(),
+            specials: Vec::new(),
+            shared: HashMap::new(),
+            numbers: HashMap::new(),
+            current: String::new(),
+            scopes: Vec::new(),
+            entry: false,
+            frame: 0,
+            frame_max: 0,
+            branches: Vec::new(),
+            labels: Vec::new(),
+            chain: Vec::new(),
+            targets: HashMap::new(),
+            line: 0,
+            guard: None,
+            depths: HashMap::new(),
+            cyclic: HashSet::new(),
+            first_row: 0,
+        };
+        // Row 0 is zero: the operand of instructions that have fewer than three.
+        decoder.constant(0);
+        decoder
+    }
+
+    pub(super) fn fail<T>(&self, what: impl Into<String>) -> Result<T> {
+        Err(Error { line: self.line, what: what.into() })
+    }
+
+    pub(super) fn new_row(&mut self) -> u32 {
+        self.program.rows += 1;
+        self.program.rows - 1
+    }
+
+    pub(super) fn constant(&mut self, value: u64) -> u32 {
+        if let Some(&row) = self.constants.get(&value) {
+            return row;
+        }
+        let row = self.new_row();
+        self.constants.insert(value, row);
+        row
+    }
+
+    fn special(&mut self, special: Special) -> u32 {
+        if let Some((row, _)) = self.specials.iter().find(|(_, known)| *known == special) {
+            return *row;
+        }
+        let row = self.new_row();
+        self.specials.push((row, special));
+        row
+    }
+
+    fn function(
+        &mut self,
+        function: &'a Function,
+        graph: &super::decode_control::CallGraph<'a>,
+    ) -> Result<()> {
+        let Some(body) = &function.body else { return Ok(()) };
+        self.line = function.line;
+        self.current.clone_from(&function.name);
+        let first_instruction = self.program.code.len();
+        (self.entry, self.frame, self.frame_max) = (function.entry, 0, 0);
+        self.scopes = vec![Scope::default()];
+        self.branches.clear();
+        self.targets.clear();
+        (self.labels, self.chain) = (vec![HashMap::new()], vec![0]);
+        self.first_row = self.program.rows;
+        self.formals(function);
+        for statement in body {
+            self.statement(statement)?;
+        }
+        // A body may end without ret.
+        self.guard = None;
+        self.emit(if function.entry { Op::Exit } else { Op::Return }, 0, [0; 3], 0);
+        self.resolve()?;
+        let end = self.program.rows;
+        for instruction in &mut self.program.code[first_instruction..] {
+            if let Op::Call(call) = &mut instruction.op {
+                call.save = call.save.map(|(first, _)| (first, end));
+            }
+        }
+        let below = graph
+            .callees(&function.name)
+            .filter_map(|callee| self.depths.get(callee))
+            .max()
+            .copied()
+            .unwrap_or(0);
+        self.depths.insert(function.name.clone(), self.frame_max.next_multiple_of(16) + below);
+        Ok(())
+    }
+
+    /// Parameters and results get their places.
+    fn formals(&mut self, function: &Function) {
+        if function.entry {
+            self.program.start = self.program.code.len() as u32;
+            let mut end = 0usize;
+            for variable in &function.parameters {
+                let offset = end.next_multiple_of(variable.align.max(1));
+                end = offset + variable.size;
+                self.program.parameters.push(Parameter { offset, size: variable.size });
+                self.scopes[0]
+                    .names
+                    .insert(variable.name.clone(), Symbol::Parameter { offset: offset as u32 });
+            }
+            self.program.parameter_bytes = end;
+            return;
+        }
+        let parameters = function.parameters.iter().map(|variable| self.frame_variable(variable)).collect();
+        let result = function.results.first().map_or(0, |variable| self.frame_variable(variable));
+        let start = self.program.code.len() as u32;
+        self.program.callees.push(Callee { name: function.name.clone(), start, parameters, result });
+    }
+
+    fn frame_variable(&mut self, variable: &ast::Variable) -> u32 {
+        let offset = self.frame.next_multiple_of(variable.align.max(1) as u32);
+        self.frame = offset + variable.size as u32;
+        self.frame_max = self.frame_max.max(self.frame);
+        let symbol = Symbol::Frame { offset, size: variable.size as u32 };
+        if let Some(scope) = self.scopes.last_mut() {
+            scope.names.insert(variable.name.clone(), symbol);
+        }
+        offset
+    }
+
+    fn statement(&mut self, statement: &'a Statement) -> Result<()> {
+        match statement {
+            Statement::Open => {
+                self.scopes.push(Scope { frame: self.frame, ..Scope::default() });
+                self.chain.push(self.labels.len());
+                self.labels.push(HashMap::new());
+            }
+            Statement::Close => {
+                if let Some(scope) = self.scopes.pop() {
+                    self.frame = scope.frame;
+                }
+                self.chain.pop();
+            }
+            Statement::Label(name) => {
+                let here = self.program.code.len() as u32;
+                let scope = *self.chain.last().unwrap_or(&0);
+                self.labels[scope].insert(name.clone(), here);
+            }
+            Statement::Registers { name, count, ty } => {
+                let row = if count.is_none() { self.new_row() } else { 0 };
+                let Some(scope) = self.scopes.last_mut() else { return Ok(()) };
+                match count {
+                    Some(count) => drop(scope.families.insert(name.clone(), (*count, *ty))),
+                    None => drop(scope.names.insert(name.clone(), Symbol::Register { row, ty: *ty })),
+                }
+            }
+            Statement::Variable(variable) if variable.space == Space::Shared => {
+                let offset = self.shared_variable(variable);
+                if let Some(scope) = self.scopes.last_mut() {
+                    scope.names.insert(variable.name.clone(), Symbol::Shared { offset });
+                }
+            }
+            Statement::Variable(variable) => drop(self.frame_variable(variable)),
+            Statement::Targets { name, labels } => drop(self.targets.insert(name.clone(), labels.clone())),
+            Statement::Instruction(instruction) => self.instruction(instruction)?,
+        }
+        Ok(())
+    }
+
+    fn shared_variable(&mut self, variable: &ast::Variable) -> u32 {
+        // Dynamic shared memory: behind everything else, at an offset that is known at the launch.
+        if variable.size == 0 {
+            return u32::MAX;
+        }
+        let offset = self.program.shared_bytes.next_multiple_of(variable.align.max(1));
+        self.program.shared_bytes = offset + variable.size;
+        offset as u32
+    }
+
+    pub(super) fn lookup(&mut self, name: &str) -> Option<Symbol> {
+        for at in (0..self.scopes.len()).rev() {
+            if let Some(&symbol) = self.scopes[at].names.get(name) {
+                return Some(symbol);
+            }
+            let prefix = name.trim_end_matches(|digit: char| digit.is_ascii_digit());
+            if let Some(&(count, ty)) = self.scopes[at].families.get(prefix) {
+                if name[prefix.len()..].parse::<u32>().is_ok_and(|number| number < count) {
+                    let row = self.new_row();
+                    let symbol = Symbol::Register { row, ty };
+                    self.scopes[at].names.insert(name.to_owned(), symbol);
+                    return Some(symbol);
+                }
+            }
+        }
+        if let Some(&offset) = self.shared.get(name) {
+            return Some(Symbol::Shared { offset });
+        }
+        let variable = self
+            .loaded
+            .ast
+            .variables
+            .iter()
+            .find(|variable| variable.space == Space::Shared && variable.name == name)?;
+        let offset = self.shared_variable(variable);
+        self.shared.insert(name.to_owned(), offset);
+        Some(Symbol::Shared { offset })
+    }
+
+    pub(super) fn emit(&mut self, op: Op, d: u32, [a, b, c]: [u32; 3], p: u64) {
+        self.program.code.push(Instruction { op, guard: self.guard, d, a, b, c, p, line: self.line });
+    }
+
+    pub(super) fn rows(&mut self, function: RowFn, d: u32, abc: [u32; 3], p: u64) {
+        self.emit(Op::Rows(function), d, abc, p);
+    }
+
+    /// The row of an operand that is read as a value of this type.
+    pub(super) fn source(&mut self, operand: &Operand, ty: Ty) -> Result<u32> {
+        match operand {
+            Operand::Name(name) => self.named(name, 0),
+            Operand::Offset(name, offset) => self.named(name, *offset),
+            Operand::Integer(value) if ty == Ty::F32 => Ok(self.constant((*value as f32).to_bits().into())),
+            Operand::Integer(value) if ty == Ty::F64 => Ok(self.constant((*value as f64).to_bits())),
+            Operand::Integer(value) => Ok(self.constant(value & ty.mask())),
+            Operand::Single(bits) if ty == Ty::F64 => {
+                Ok(self.constant(f64::from(f32::from_bits(*bits)).to_bits()))
+            }
+            Operand::Single(bits) => Ok(self.constant(u64::from(*bits))),
+            Operand::Double(bits) if ty == Ty::F32 => {
+                Ok(self.constant(u64::from((f64::from_bits(*bits) as f32).to_bits())))
+            }
+            Operand::Double(bits) => Ok(self.constant(*bits)),
+            Operand::Not(name) => {
+                let (a, d) = (self.named(name, 0)?, self.new_row());
+                self.rows(row!(|a, _, _, _| a & 1 ^ 1), d, [a, 0, 0], 0);
+                Ok(d)
+            }
+            Operand::Sink => Ok(0),
+            other => self.fail(format!("not a value: {other:?}")),
+        }
+    }
+
+    fn named(&mut self, name: &str, offset: i64) -> Result<u32> {
+        match self.lookup(name) {
+            Some(Symbol::Register { row, .. }) => return Ok(row),
+            Some(Symbol::Frame { offset: at, .. }) => {
+                let d = self.new_row();
+                self.emit(Op::FrameAddress, d, [0; 3], u64::from(at).wrapping_add_signed(offset));
+                return Ok(d);
+            }
+            Some(Symbol::Parameter { offset: at }) => {
+                return Ok(self.constant(u64::from(at).wrapping_add_signed(offset)));
+            }
+            Some(Symbol::Shared { offset: u32::MAX }) => {
+                let start = self.special(Special::DynamicShared);
+                if offset == 0 {
+                    return Ok(start);
+                }
+                let (d, add) = (self.new_row(), self.constant(offset as u64));
+                self.rows(row!(|a, b, _, _| a.wrapping_add(b)), d, [start, add, 0], 0);
+                return Ok(d);
+            }
+            Some(Symbol::Shared { offset: at }) => {
+                return Ok(self.constant(u64::from(at).wrapping_add_signed(offset)));
+            }
+            None => {}
+        }
+        if let Some(address) = self.loaded.address(name) {
+            return Ok(self.constant(address.wrapping_add_signed(offset)));
+        }
+        if let Some(special) = special(name) {
+            return Ok(self.special(special));
+        }
+        match name {
+            "WARP_SZ" => Ok(self.constant(32)),
+            "%clock" | "%clock64" | "%globaltimer" | "%globaltimer_lo" | "%clock_hi" | "%globaltimer_hi" => {
+                let d = self.new_row();
+                self.emit(Op::Clock, d, [0; 3], u64::from(name.ends_with("hi")));
+                Ok(d)
+            }
+            _ => self.fail(format!("unknown name {name}")),
+        }
+    }
+
+    /// The row and the bits of a destination; a row that nothing reads for `_`.
+    pub(super) fn destination(&mut self, operand: &Operand) -> Result<(u32, u64)> {
+        match operand {
+            Operand::Name(name) => match self.lookup(name) {
+                Some(Symbol::Register { row, ty }) => Ok((row, ty.mask())),
+                _ => self.fail(format!("{name} is not a register")),
+            },
+            Operand::Sink => Ok((self.new_row(), u64::MAX)),
+            other => self.fail(format!("not a register: {other:?}")),
+        }
+    }
+
+    fn instruction(&mut self, instruction: &ast::Instruction) -> Result<()> {
+        self.line = instruction.line;
+        self.guard = None;
+        if let Some(guard) = &instruction.guard {
+            let row = self.named(&guard.name, 0)?;
+            self.guard = Some(Guard { row, negated: guard.negated });
+        }
+        if self.arithmetic(instruction)?
+            || self.memory(instruction)?
+            || self.control(instruction)?
+            || self.warp(instruction)?
+        {
+            return Ok(());
+        }
+        let text = format!("{}.{}", instruction.name, instruction.modifiers.join("."));
+        self.emit(Op::Unsupported(text.into()), SINK, [0; 3], 0);
+        Ok(())
+    }
+
+    /// Instructions that are row functions. False for others.
+    fn arithmetic(&mut self, instruction: &ast::Instruction) -> Result<bool> {
+        let ast::Instruction { name, modifiers, operands, .. } = instruction;
+        let types: Vec<Ty> = modifiers.iter().filter_map(|modifier| Ty::parse(modifier)).collect();
+        let ty = types.last().copied().unwrap_or(Ty::B32);
+        match name.as_str() {
+            "mov" => return self.mov(ty, operands),
+            "cvt" => return self.cvt(modifiers, &types, operands),
+            "setp" => return self.setp(modifiers, ty, operands),
+            "set" => return self.set(modifiers, &types, operands),
+            "addc" | "subc" | "madc" => return self.carry(name, modifiers, ty, operands),
+            "add" | "sub" | "mad"
+                if modifiers.first().is_some_and(|modifier| modifier == "cc")
+                    || modifiers.iter().any(|modifier| modifier == "cc") =>
+            {
+                return self.carry(name, modifiers, ty, operands);
+            }
+            "bfi" | "selp" | "slct" => return self.select(name, &types, operands),
+            _ => {}
+        }
+        let first = types.first().copied().unwrap_or(Ty::B32);
+        let found = match ty {
+            Ty::F32 | Ty::F64 => float::find(name, modifiers, ty),
+            Ty::F16 | Ty::F16x2 | Ty::Bf16 | Ty::Bf16x2 => halves::find(name, modifiers, ty),
+            _ => int::find(name, modifiers, if name == "dp4a" || name == "dp2a" { first } else { ty }),
+        };
+        let Some((function, p)) = found else { return Ok(false) };
+        let Some((to, from)) = operands.split_first() else { return self.fail("no operands") };
+        let (mut abc, wide) = ([0; 3], modifiers.iter().any(|modifier| modifier == "wide"));
+        for (at, operand) in from.iter().take(3).enumerate() {
+            let ty = match (name.as_str(), at) {
+                ("shl" | "shr", 1) | ("bfe", 1 | 2) => Ty::U32,
+                ("mad", 2) if wide => Ty::B64,
+                _ => ty,
+            };
+            abc[at] = self.source(operand, ty)?;
+        }
+        let to = if let Operand::Pair(to, _) = to { to } else { to };
+        // lop3 and shf have their parameter as the last operand.
+        let p = match (name.as_str(), from.get(3)) {
+            ("lop3", Some(Operand::Integer(table))) => *table,
+            _ => p,
+        };
+        let (d, _) = self.destination(to)?;
+        self.rows(function, d, abc, p);
+        Ok(true)
+    }
+
+    fn mov(&mut self, ty: Ty, operands: &[Operand]) -> Result<bool> {
+        match operands {
+            // Unpacks: the lowest bits go first.
+            [Operand::Vector(to), from] => {
+                let a = self.source(from, ty)?;
+                let width = (ty.size() * 8 / to.len().max(1)) as u64;
+                for (at, to) in to.iter().enumerate() {
+                    let (d, _) = self.destination(to)?;
+                    self.rows(
+                        row!(|a, _, _, p| a >> (p & 0xff) & (u64::MAX >> (64 - (p >> 8)))),
+                        d,
+                        [a, 0, 0],
+                        at as u64 * width | width << 8,
+                    );
+                }
+            }
+            [to, Operand::Vector(from)] => {
+                let width = ty.size() * 8 / from.len().max(1);
+                let part = [Ty::B8, Ty::B16, Ty::B32][(width / 16).min(2)];
+                let mut sum = 0;
+                let (d, _) = self.destination(to)?;
+                for (at, operand) in from.iter().enumerate() {
+                    let b = self.source(operand, part)?;
+                    let next = if at + 1 == from.len() { d } else { self.new_row() };
+                    self.rows(
+                        row!(|a, b, _, p| a | b << (p & 0xff) & (u64::MAX >> (64 - (p >> 8)) << (p & 0xff))),
+                        next,
+                        [sum, b, 0],
+                        (at * width) as u64 | (width as u64) << 8,
+                    );
+                    sum = next;
+                }
+            }
+            [to, from] => {
+                let a = self.source(from, ty)?;
+                let (d, mask) = self.destination(to)?;
+                self.rows(
+                    row!(|a, _, _, p| a & p),
+                    d,
+                    [a, 0, 0],
+                    mask & if ty == Ty::Pred { 1 } else { ty.mask() },
+                );
+            }
+            _ => return self.fail("mov has two operands"),
+        }
+        Ok(true)
+    }
+
+    fn cvt(&mut self, modifiers: &[String], types: &[Ty], operands: &[Operand]) -> Result<bool> {
+        let &[to, from] = types else { return Ok(false) };
+        // cvt.rn.f16x2.f32 d, a, b: a goes to the upper half.
+        if matches!(to, Ty::F16x2 | Ty::Bf16x2) {
+            let [d, high, low] = operands else { return Ok(false) };
+            let one = if to == Ty::F16x2 { Ty::F16 } else { Ty::Bf16 };
+            let Some((function, p)) = convert::find(modifiers, one, from, 0xffff) else { return Ok(false) };
+            let (upper, lower) = (self.new_row(), self.new_row());
+            let (a, b) = (self.source(high, from)?, self.source(low, from)?);
+            self.rows(function, upper, [a, 0, 0], p);
+            self.rows(function, lower, [b, 0, 0], p);
+            let (d, _) = self.destination(d)?;
+            self.rows(row!(|a, b, _, _| a << 16 | b & 0xffff), d, [upper, lower, 0], 0);
+            return Ok(true);
+        }
+        let [d, a] = operands else { return Ok(false) };
+        let a = self.source(a, from)?;
+        let (d, mask) = self.destination(d)?;
+        let Some((function, p)) = convert::find(modifiers, to, from, mask) else { return Ok(false) };
+        self.rows(function, d, [a, 0, 0], p);
+        Ok(true)
+    }
+
+    fn select(&mut self, name: &str, types: &[Ty], operands: &[Operand]) -> Result<bool> {
+        let ty = types.first().copied().unwrap_or(Ty::B32);
+        let rest = |at: usize| match (name, at) {
+            ("selp", 2) => Ty::Pred,
+            ("slct", 2) => types.get(1).copied().unwrap_or(Ty::S32),
+            ("bfi", 2 | 3) => Ty::U32,
+            _ => ty,
+        };
+        let Some((to, from)) = operands.split_first() else { return self.fail("no operands") };
+        let mut sources = Vec::new();
+        for (at, operand) in from.iter().enumerate() {
+            sources.push(self.source(operand, rest(at))?);
+        }
+        let (d, _) = self.destination(to)?;
+        match (name, sources.as_slice()) {
+            ("selp", &[a, b, c]) => {
+                self.rows(row!(|a, b, c, _| if c & 1 != 0 { a } else { b }), d, [a, b, c], 0)
+            }
+            ("slct", &[a, b, c]) if rest(2) == Ty::F32 => self.rows(
+                row!(|a, b, c, _| if f32::from_bits(c as u32) >= 0.0 { a } else { b }),
+                d,
+                [a, b, c],
+                0,
+            ),
+            ("slct", &[a, b, c]) => {
+                self.rows(row!(|a, b, c, _| if c as i32 >= 0 { a } else { b }), d, [a, b, c], 0)
+            }
+            ("bfi", &[value, into, start, len]) => {
+                // Start and length share a row.
+                let both = self.new_row();
+                self.rows(row!(|a, b, _, _| a & 0xff | (b & 0xff) << 8), both, [start, len, 0], 0);
+                let function = row!(|a, b, c, p| int::insert(a, b, c & 0xff, c >> 8 & 0xff, p as u32));
+                self.rows(function, d, [value, into, both], ty.size() as u64 * 8);
+            }
+            _ => return self.fail(format!("{name} has {} operands", operands.len())),
+        }
+        Ok(true)
+    }
+
+    /// setp.lt.and.f32 p|q, a, b, !c.
+    fn setp(&mut self, modifiers: &[String], ty: Ty, operands: &[Operand]) -> Result<bool> {
+        let Some(function) = modifiers.first().and_then(|how| compare::find(how, ty)) else {
+            return Ok(false);
+        };
+        let [to, a, b, combined @ ..] = operands else { return self.fail("setp has three operands") };
+        let (a, b) = (self.source(a, ty)?, self.source(b, ty)?);
+        let (p, q) = match to {
+            Operand::Pair(p, q) => (self.destination(p)?.0, Some(self.destination(q)?.0)),
+            p => (self.destination(p)?.0, None),
+        };
+        let combine = modifiers.get(1).and_then(|how| combination(how));
+        if q.is_none() && combine.is_none() && !matches!(ty, Ty::F16 | Ty::Bf16) {
+            self.rows(function, p, [a, b, 0], 0);
+            return Ok(true);
+        }
+        let raw = self.new_row();
+        self.rows(function, raw, [a, b, 0], 0);
+        let c = match combined.first() {
+            Some(operand) => self.source(operand, Ty::Pred)?,
+            None => 0,
+        };
+        let combine = combine.unwrap_or(row!(|a, _, _, _| a & 1));
+        if let Some(q) = q {
+            let other = self.new_row();
+            let pair = matches!(ty, Ty::F16x2 | Ty::Bf16x2);
+            self.rows(
+                row!(|a, _, _, p| if p != 0 { a >> 1 & 1 } else { a & 1 ^ 1 }),
+                other,
+                [raw, 0, 0],
+                u64::from(pair),
+            );
+            self.rows(combine, q, [other, c, 0], 0);
+        }
+        self.rows(combine, p, [raw, c, 0], 0);
+        Ok(true)
+    }
+
+    /// set.lt.u32.f32: all ones or 1.0 where the comparison holds.
+    fn set(&mut self, modifiers: &[String], types: &[Ty], operands: &[Operand]) -> Result<bool> {
+        let &[to, from] = types else { return Ok(false) };
+        let Some(function) = modifiers.first().and_then(|how| compare::find(how, from)) else {
+            return Ok(false);
+        };
+        let [d, a, b, combined @ ..] = operands else { return self.fail("set has three operands") };
+        let (a, b, mut raw) = (self.source(a, from)?, self.source(b, from)?, self.new_row());
+        self.rows(function, raw, [a, b, 0], 0);
+        if let (Some(combine), Some(c)) =
+            (modifiers.get(1).and_then(|how| combination(how)), combined.first())
+        {
+            let (c, joined) = (self.source(c, Ty::Pred)?, self.new_row());
+            self.rows(combine, joined, [raw, c, 0], 0);
+            raw = joined;
+        }
+        let (d, _) = self.destination(d)?;
+        let (one, pair) = match (to, from) {
+            (Ty::F16x2, _) => (0x3c00, true),
+            (Ty::Bf16x2, _) => (0x3f80, true),
+            (_, Ty::F16x2 | Ty::Bf16x2) => (0xffff, true),
+            (Ty::F32, _) => (0x3f80_0000, false),
+            (Ty::F16, _) => (0x3c00, false),
+            (Ty::Bf16, _) => (0x3f80, false),
+            _ => (to.mask(), false),
+        };
+        let function = if pair {
+            row!(|a, _, _, p| (a & 1) * p | (a >> 1 & 1) * p << 16)
+        } else {
+            row!(|a, _, _, p| (a & 1) * p)
+        };
+        self.rows(function, d, [raw, 0, 0], one);
+        Ok(true)
+    }
+
+    /// add.cc, addc and the like: the carry is a register of each function.
+    fn carry(&mut self, name: &str, modifiers: &[String], ty: Ty, operands: &[Operand]) -> Result<bool> {
+        let has = |what: &str| modifiers.iter().any(|modifier| modifier == what);
+        let carry = match self.lookup("carry flag") {
+            Some(Symbol::Register { row, .. }) => row,
+            _ => {
+                let row = self.new_row();
+                self.scopes[0].names.insert("carry flag".to_owned(), Symbol::Register { row, ty: Ty::Pred });
+                row
+            }
+        };
+        let Some((to, from)) = operands.split_first() else { return self.fail("no operands") };
+        let mut sources = Vec::new();
+        for operand in from {
+            sources.push(self.source(operand, ty)?);
+        }
+        let (d, _) = self.destination(to)?;
+        if name.starts_with("mad") {
+            let part: Vec<String> = modifiers.iter().filter(|modifier| *modifier != "cc").cloned().collect();
+            let (Some((product, p)), &[a, b, c]) = (int::find("mul", &part, ty), sources.as_slice()) else {
+                return Ok(false);
+            };
+            let row = self.new_row();
+            self.rows(product, row, [a, b, 0], p);
+            sources = vec![row, c];
+        }
+        let &[a, b] = sources.as_slice() else {
+            return self.fail(format!("{name} has {} operands", operands.len()));
+        };
+        let carry_in = if name.ends_with('c') { carry } else { 0 };
+        // The parameter: the width in bits, and 128 for a subtraction.
+        let p = ty.size() as u64 * 8 | if name.starts_with("sub") { 128 } else { 0 };
+        let sum = self.new_row();
+        self.rows(
+            row!(|a, b, c, p| total(a, b, c, p) as u64 & u64::MAX >> (64 - (p & 127))),
+            sum,
+            [a, b, carry_in],
+            p,
+        );
+        if has("cc") {
+            self.rows(
+                row!(|a, b, c, p| (total(a, b, c, p) >> (p & 127)) as u64 & 1),
+                carry,
+                [a, b, carry_in],
+                p,
+            );
+        }
+        self.rows(row!(|a, _, _, _| a), d, [sum, 0, 0], 0);
+        Ok(true)
+    }
+
+    fn resolve(&mut self) -> Result<()> {
+        for (at, names, chain) in std::mem::take(&mut self.branches) {
+            let mut found = Vec::new();
+            for name in &names {
+                match chain.iter().rev().find_map(|&scope| self.labels[scope].get(name)) {
+                    Some(&label) => found.push(label),
+                    None => {
+                        return Err(Error {
+                            line: self.program.code[at as usize].line,
+                            what: format!("unknown label {name}"),
+                        });
+                    }
+                }
+            }
+            self.program.code[at as usize].op = match &self.program.code[at as usize].op {
+                Op::BranchIndex(_) => Op::BranchIndex(found.into()),
+                _ => Op::Branch(found[0]),
+            };
+        }
+        Ok(())
+    }
+}
+
+/// a + b + c or a - b - c in 128 bits: the bit above the width is the carry or the borrow.
+fn total(a: u64, b: u64, c: u64, p: u64) -> u128 {
+    let mask = u64::MAX >> (64 - (p & 127));
+    let (a, b, c) = (u128::from(a & mask), u128::from(b & mask), u128::from(c & 1));
+    if p & 128 != 0 { a.wrapping_sub(b).wrapping_sub(c) } else { a + b + c }
+}
+
+fn combination(how: &str) -> Option<RowFn> {
+    Some(match how {
+        "and" => row!(|a, b, _, _| a & b & 1),
+        "or" => row!(|a, b, _, _| (a | b) & 1),
+        "xor" => row!(|a, b, _, _| (a ^ b) & 1),
+        _ => return None,
+    })
+}
+
+fn special(name: &str) -> Option<Special> {
+    let axis = |name: &str| match name.rsplit('.').next() {
+        Some("x") => 0,
+        Some("y") => 1,
+        _ => 2,
+    };
+    Some(match name.split('.').next()? {
+        "%tid" => Special::Tid(axis(name)),
+        "%ntid" => Special::Ntid(axis(name)),
+        "%ctaid" => Special::Ctaid(axis(name)),
+        "%nctaid" => Special::Nctaid(axis(name)),
+        "%laneid" => Special::Lane,
+        "%warpid" => Special::Warp,
+        "%nwarpid" => Special::Warps,
+        "%lanemask_eq" => Special::MaskEqual,
+        "%lanemask_lt" => Special::MaskLess,
+        "%lanemask_le" => Special::MaskLessEqual,
+        "%lanemask_gt" => Special::MaskGreater,
+        "%lanemask_ge" => Special::MaskGreaterEqual,
+        "%gridid" => Special::GridId,
+        "%smid" => Special::Block,
+        // A cluster is a block.
+        "%clusterid" => Special::Ctaid(axis(name)),
+        "%nclusterid" => Special::Nctaid(axis(name)),
+        "%cluster_nctaid" | "%cluster_nctarank" | "%nsmid" => Special::One,
+        "%cluster_ctaid" | "%cluster_ctarank" | "%is_explicit_cluster" => Special::Zero,
+        "%dynamic_smem_size" | "%total_smem_size" | "%aggr_smem_size" => Special::TotalShared,
+        _ => return None,
+    })
+}

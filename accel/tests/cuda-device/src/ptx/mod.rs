@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! PTX text, as nvcc, NVRTC and clang write it, to a tree of statements.
+//!
+//! - `lex`: tokens
+//! - `ast`: the tree
+//! - `parse`: directives, declarations and instructions
+//! - `types`: the fundamental types
+
+pub mod ast;
+mod lex;
+mod parse;
+pub mod types;
+
+pub use parse::parse;
+
+/// What is wrong with a PTX text, and where.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Error {
+    pub line: u32,
+    pub what: String,
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(to, "line {}: {}", self.line, self.what)
+    }
+}
