@@ -175,7 +175,7 @@ fn a_real_time_thread_of_the_host_is_found_in_the_noise_of_a_vm_and_has_its_time
     // Its memory is there before the guest runs, and its CPU stays where it is.
     lab.good(
         "cat >tombolo.toml <<'END'\n\
-         [vm.a]\nkernel = \"6.12\"\naccel = \"kvm\"\ncpus = 1\ntopology = \"cpus:1\"\nmemory = \"256M\"\nready_timeout = 600\nEND",
+         [vm.a]\nkernel = \"6.12\"\naccel = \"kvm\"\ntopology = \"cpus:1\"\nmemory = \"256M\"\nready_timeout = 600\nEND",
     );
     lab.good("tombolo up");
     lab.good("mountpoint -q /sys/kernel/debug || mount -t debugfs nodev /sys/kernel/debug");
@@ -201,7 +201,7 @@ fn memory_that_the_host_unmaps_is_found_in_the_noise_of_a_vm_and_has_its_time() 
     let library = unmap_library();
     let vm = |name: &str, more: &str| {
         format!(
-            "[vm.{name}]\nkernel = \"6.12\"\naccel = \"kvm\"\nqemu_args = [\"-boot\", \"strict=on\"]\ncpus = 1\ntopology = \"cpus:1\"\npages = \"2M\"\n\
+            "[vm.{name}]\nkernel = \"6.12\"\naccel = \"kvm\"\nqemu_args = [\"-boot\", \"strict=on\"]\ntopology = \"cpus:1\"\npages = \"2M\"\n\
              memory = \"256M\"\nready_timeout = 600\n{more}\n"
         )
     };

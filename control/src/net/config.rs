@@ -15,6 +15,8 @@ use crate::Mac;
 
 /// The most queue pairs of a port.
 pub const QUEUES_MAX: usize = 16;
+/// The most addresses that a port may learn.
+pub const LEARN_MAX: u8 = 64;
 
 /// A switch's configuration file. `R` is a rule for the packets of a port.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -231,7 +233,7 @@ pub struct PortConfig<R> {
     /// Drop frames from other MACs.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub check_mac: bool,
-    /// The number of addresses that the port may use beyond its own, for VMs nested in its guest.
+    /// The number of addresses that the port may use beyond its own, for VMs nested in its guest, up to [`LEARN_MAX`].
     #[serde(default, skip_serializing_if = "is_default")]
     pub learn: u8,
     /// If any: drop IP, ARP and neighbour discovery from other addresses.

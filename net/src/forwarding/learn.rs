@@ -18,7 +18,7 @@ use crate::frames::vlan::VlanTag;
 use crate::ports::counters::Reason;
 
 /// Most addresses that a port may learn.
-pub const MAX_LEARNED: usize = 64;
+pub const MAX_LEARNED: usize = tombolo_control::net::config::LEARN_MAX as usize;
 /// Lifetime of a silent address (nanoseconds): as in a bridge.
 pub const SILENCE_NS: u64 = 300_000_000_000;
 

@@ -43,6 +43,8 @@ fn understood(mut project: Project) -> anyhow::Result<Value> {
     network::settle(&mut project.compose, &std::collections::BTreeMap::new());
     project.compose.name = Some(project.name);
     let mut config = serde_json::to_value(&project.compose)?;
+    let counted = project.compose.vm.iter().filter(|(_, vm)| vm.is_counted_by_topology());
+    counted.for_each(|(name, _)| config["vm"][name]["cpus"] = Value::Null);
     prune(&mut config);
     Ok(config)
 }
@@ -68,7 +70,7 @@ mod tests {
         let text = "[zone.z]\nsize = \"8M\"\nfiles = true\n[net.lan]\n[net.out]\nuplink = { tap = \"tap0\" }\n[accel.cl]\n\
                     [vm.a]\nkernel = \"./k\"\nnetworks = [\"lan\", \"out\"]\naccelerators = [\"cl\"]\n\
                     zones = { z = { mount = \"/mnt\", rights = \"ro\" } }\nshare = [{ tag = \"s\", path = \".\" }]\n\
-                    [vm.b]\nmemory = \"1G\"\nready = \"console:login\"\n";
+                    [vm.b]\nmemory = \"1G\"\nready = \"console:login\"\ntopology = \"host\"\n";
         let first = Project::parse(Path::new("/somewhere/demo/tombolo.toml"), text).unwrap();
         let printed = toml::to_string(&understood(first.clone()).unwrap()).unwrap();
         assert!(

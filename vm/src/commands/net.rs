@@ -15,7 +15,7 @@ use crate::project::control::{NetStatus, Request};
 use crate::project::network::uplink_name;
 use crate::project::peer;
 
-/// Time for the answer of a switch.
+/// Time for the answer of a switch to `net ls`.
 const ANSWER: Duration = Duration::from_secs(1);
 
 /// Commands for the networks of running projects.
@@ -36,7 +36,7 @@ pub enum NetCommand {
 pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
     let mut status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
-    note_up(&mut status.networks);
+    note_up(&mut status.networks, ANSWER);
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
     } else if status.networks.is_empty() {
@@ -50,13 +50,13 @@ pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks the switches, all at once, which ports and uplinks are up. What one doesn't tell within [`ANSWER`] stays unknown.
-fn note_up(networks: &mut [NetStatus]) {
-    let jobs = networks.iter_mut().filter(|net| net.trouble.is_none()).map(|net| {
+/// Asks the switches, all at once, which ports and uplinks are up. What one doesn't tell within `limit` stays unknown.
+pub(super) fn note_up<'a>(networks: impl IntoIterator<Item = &'a mut NetStatus>, limit: Duration) {
+    let jobs = networks.into_iter().filter(|net| net.trouble.is_none()).map(|net| {
         move || {
             let request = wire::Request::<(), ()>::Ports;
             let who = ("switch", "it may be starting");
-            let asked = socket::ask::<wire::Answer<wire::Ports>>(&net.control, &request, Some(ANSWER), who);
+            let asked = socket::ask::<wire::Answer<wire::Ports>>(&net.control, &request, Some(limit), who);
             if let Ok((answer, _)) = asked {
                 note(net, &answer);
             }

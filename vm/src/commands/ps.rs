@@ -8,7 +8,7 @@ use std::time::Duration;
 use tombolo_zone::door::Found;
 
 use crate::commands::cli::{File, say};
-use crate::commands::client;
+use crate::commands::{client, net};
 use crate::compose::Size;
 use crate::project::control::{NetStatus, Request, Status, VmStatus};
 use crate::project::state;
@@ -22,17 +22,19 @@ const DEFAULT_WAIT: Duration = Duration::from_millis(800);
 /// The project of `file` has no compose file, or its supervisor does not answer.
 pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyhow::Result<ExitCode> {
     let longest = wait.map_or(DEFAULT_WAIT, Duration::from_secs);
-    let projects: Vec<Status>;
+    let mut projects: Vec<Status>;
     let mut silent = Vec::new();
     if all {
         (projects, silent) = all_running(|found| client::status_within(found, longest))?;
+        net::note_up(projects.iter_mut().flat_map(|status| &mut status.networks), longest);
         if json {
             say(&serde_json::to_string_pretty(&projects)?)?;
         }
     } else {
         let project = file.identify()?;
         let supervisor = state::supervisor(&project.file)?;
-        let found = supervisor.map(|found| client::status_within(&found, longest)).transpose()?.flatten();
+        let mut found = supervisor.map(|found| client::status_within(&found, longest)).transpose()?.flatten();
+        net::note_up(found.iter_mut().flat_map(|status| &mut status.networks), longest);
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;

@@ -39,13 +39,17 @@ fn ensure(good: bool, key: &'static str, message: impl FnOnce() -> String) -> Re
     if good { Ok(()) } else { Err((key, message())) }
 }
 
+/// The names that are allowed.
+pub(super) const NAMES: &str =
+    "write up to 31 characters of a-z, A-Z, 0-9, '-' and '_', the first a letter or a digit";
+
 /// Returns why `name` can't name a `kind` ("a VM"), if it can't.
 pub(super) fn bad_name(kind: &str, name: &str) -> Option<String> {
     let good = !name.is_empty()
         && name.len() < 32
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
-    (!good).then(|| format!("'{name}' can't name {kind}: use up to 31 letters, digits, '-' and '_'"))
+    (!good).then(|| format!("'{name}' can't name {kind}: {NAMES}"))
 }
 
 fn check_name(kind: &str, name: &str) -> Result<(), Wrong> {

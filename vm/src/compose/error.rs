@@ -3,6 +3,10 @@
 
 use std::path::PathBuf;
 
+use toml::{Table, Value};
+
+use super::check::NAMES;
+
 /// An error of a compose file.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("{}{}: {message}", file.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
@@ -22,17 +26,17 @@ pub(super) fn line_of(text: &str, offset: usize) -> usize {
 /// Line, from 1, where `key` stands in `[table]`; the table's own line if the key has none.
 pub(super) fn locate(text: &str, table: &str, key: &str) -> Option<usize> {
     let mut inside = table.is_empty();
-    let mut header = None;
+    let mut of_table = None;
     for (n, line) in text.lines().enumerate() {
         let line = line.trim();
-        if let Some(rest) = line.strip_prefix('[') {
-            let found = rest.split(']').next().unwrap_or("").replace(['"', ' '], "");
+        if line.starts_with('[') {
+            let found = header(line).unwrap_or_default();
             if found == format!("{table}.{key}") {
                 return Some(n + 1);
             }
             inside = found == table;
             if inside {
-                header = Some(n + 1);
+                of_table = Some(n + 1);
             }
         } else if inside && !key.is_empty() {
             let name = line.split(['=', '.']).next().unwrap_or("").trim();
@@ -41,7 +45,29 @@ pub(super) fn locate(text: &str, table: &str, key: &str) -> Option<usize> {
             }
         }
     }
-    header
+    of_table
+}
+
+/// Of a line that should open a table and is no TOML, as with a name of other letters: what is wrong with it.
+pub(super) fn bad_header(text: &str, line: usize) -> Option<String> {
+    let line = text.lines().nth(line - 1)?.trim();
+    let is_bad = line.starts_with('[') && header(line).is_none();
+    is_bad.then(|| format!("{line} names no table; the names of VMs, zones and the like: {NAMES}"))
+}
+
+/// The table that a line opens, [vm."a b"] say: its keys with dots between them. None: the line opens none.
+fn header(line: &str) -> Option<String> {
+    let mut table: Table = line.parse().ok()?;
+    let mut keys = Vec::new();
+    while let Some((key, value)) = table.into_iter().next() {
+        keys.push(key);
+        table = match value {
+            Value::Table(inner) => inner,
+            Value::Array(mut tables) => tables.pop()?.try_into().ok()?,
+            _ => return None,
+        };
+    }
+    Some(keys.join("."))
 }
 
 /// Makes serde's message about the value at `path` ("vm.a.cpus"; "." for the whole file) one for people: unknown keys get their table and

@@ -259,6 +259,16 @@ const TABLES: [Table; 13] = [
                 "\"auto\"",
                 "\"auto\": the next free one of the subnet; \"none\"; \"dhcp\"; or an IPv4 address.",
             ),
+            (
+                "macs",
+                "[]",
+                "MACs that it may use beside its own: those of macvlans, bridges and nested VMs in its guest.",
+            ),
+            (
+                "learn",
+                "0",
+                "Further MACs that it may use, each on one VLAN, without their being listed: it gets their frames once it has sent from them. 0 to 64.",
+            ),
             ("queues", "1", "Queue pairs, 1 to 16."),
             ("isolated", "false", "It reaches only the uplink."),
             ("vlan", "none", "The VLAN that it is in, 1 to 4094."),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use accelerator::AccelSpec;
-use error::{explain, line_of, locate};
+use error::{bad_header, explain, line_of, locate};
 use interpolate::{Expanded, Variables};
 use network::NetSpec;
 
@@ -18,6 +18,7 @@ use crate::host;
 pub mod accelerator;
 mod check;
 pub mod cloud_init;
+mod conflicts;
 pub mod depends;
 mod device;
 pub mod disks;
@@ -179,12 +180,17 @@ impl Project {
             return Err(ComposeError {
                 file: file.to_owned(),
                 line,
-                message: explain(&path, error.message()),
+                message: line
+                    .and_then(|line| bad_header(&text, line))
+                    .unwrap_or_else(|| explain(&path, error.message())),
             });
         };
         let dir = file.parent().unwrap_or(Path::new("/"));
         make_absolute(&mut compose, dir);
-        check::check(&compose).map_err(|(table, key, message)| ComposeError {
+        // What has been read as a compose file is a table.
+        let written = text.parse().unwrap_or_default();
+        let checked = check::check(&compose).and_then(|()| conflicts::check(&compose, &written));
+        checked.map_err(|(table, key, message)| ComposeError {
             file: file.to_owned(),
             line: locate(&text, &table, &key),
             message,

@@ -36,6 +36,21 @@ fn an_unknown_key_is_named_with_its_line_its_table_and_the_nearest_valid_one() {
 }
 
 #[test]
+fn a_name_that_is_not_allowed_is_told_with_its_line_and_what_is() {
+    for header in
+        ["vm.\"a b\"", "vm.'grün'", "vm.grün", "vm.a b", "vm.-a", "net.\"x]\"", "accel.\"\"", "vm . \"a.b\""]
+    {
+        let e = error(&format!("name = \"demo\"\n  [{header}] # one\n"));
+        assert!(
+            e.contains(":2: ") && e.contains("a-z, A-Z, 0-9, '-' and '_'") && !e.contains('\n'),
+            "{header}: {e}"
+        );
+    }
+    let e = error("[vm.\"a.b\"]\n");
+    assert!(e.contains(":1: 'a.b' can't name a VM: write up to 31"), "{e}");
+}
+
+#[test]
 fn a_value_of_the_wrong_kind_names_its_key() {
     let e = error("[vm.a]\nnetworks = 5\n");
     assert!(e.contains(":2: vm.a.networks: invalid type: integer `5`"), "{e}");

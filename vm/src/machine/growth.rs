@@ -39,18 +39,22 @@ pub enum StartKind {
     Slow,
 }
 
+/// Whether a VM has a part of its memory at the start, and the rest arrives while it runs.
+pub fn is_fast(spec: &VmSpec) -> bool {
+    match spec.start.unwrap_or(StartKind::Auto) {
+        // Memory that is bound to nodes is there at the start.
+        StartKind::Auto => !spec.devices.is_empty() && spec.topology.is_none(),
+        StartKind::Fast => true,
+        StartKind::Slow => false,
+    }
+}
+
 /// The parts in which a VM's memory arrives.
 ///
 /// # Errors
 /// Names the key to change.
 pub fn layout(name: &str, spec: &VmSpec) -> anyhow::Result<Layout> {
-    let fast = match spec.start.unwrap_or(StartKind::Auto) {
-        // Memory that is bound to nodes is there at the start.
-        StartKind::Auto => !spec.devices.is_empty() && spec.topology.is_none(),
-        StartKind::Fast => true,
-        StartKind::Slow => false,
-    };
-    if !fast {
+    if !is_fast(spec) {
         return Ok(Layout::slow(spec.memory.0));
     }
     let limits = limits()?;

@@ -44,6 +44,8 @@ const SOCKET_MAX: usize = 107;
 
 /// Time for a switch to say what is up, and for a passt to be started again.
 const SOON: Duration = Duration::from_secs(1);
+/// Time for the driver of a device that has its address to start it at the switch.
+const DRIVER: Duration = Duration::from_secs(5);
 /// Longer than a passt runs that can't have its ports.
 const MOMENT: Duration = Duration::from_millis(200);
 
@@ -142,16 +144,30 @@ impl Network {
         let (uplink, _) = uplinks.get(vm).filter(|(_, forwards)| !forwards.is_empty())?;
         let name = uplink.name.clone();
         drop(uplinks);
-        let is_up = || {
-            let answer = self.switch.ask_within::<Ports>(&Request::Ports, SOON).ok()?;
-            Some(answer.ports.iter().any(|port| port.name == name && port.up))
-        };
-        if !is_up()? {
+        if !self.is_up(&name)? {
             return Some(false);
         }
         // One that can't have them runs for a moment each time that it is started.
         std::thread::sleep(MOMENT);
-        is_up()
+        self.is_up(&name)
+    }
+
+    /// Whether frames can pass at a port or an uplink. `None`: the switch does not answer.
+    fn is_up(&self, name: &str) -> Option<bool> {
+        let answer = self.switch.ask_within::<Ports>(&Request::Ports, SOON).ok()?;
+        Some(answer.ports.iter().any(|port| port.name == name && port.up))
+    }
+
+    /// Waits for the driver of a VM's device to start it at the switch, and returns whether it does; also where the switch does not answer.
+    pub fn await_device(&self, vm: &str) -> bool {
+        let begun = Instant::now();
+        while self.is_up(vm) == Some(false) {
+            if begun.elapsed() >= DRIVER {
+                return false;
+            }
+            std::thread::sleep(MOMENT);
+        }
+        true
     }
 
     /// Waits for a passt that has just ended to be started again, and returns whether a VM has its ports then; also where it has none here, or the switch does

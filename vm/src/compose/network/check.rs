@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use tombolo_control::net::config::QUEUES_MAX;
+use tombolo_control::net::config::{LEARN_MAX, QUEUES_MAX};
 
 use super::leases::{leases, subnet};
 use super::{NetSpec, NicAddress, NicSpec, Uplink};
@@ -24,9 +24,20 @@ pub(in crate::compose) fn check(compose: &Compose) -> Result<(), Fault> {
             check_nic(compose, name, vm, (net, nic)).map_err(in_table(format!("vm.{name}")))?;
         }
     }
-    for name in compose.net.keys() {
-        leases(compose, "", name, &BTreeMap::new())
-            .map_err(|(vm, message)| (format!("vm.{vm}"), "networks".to_owned(), message))?;
+    for net in compose.net.keys() {
+        let in_vm = |(vm, message)| (format!("vm.{vm}"), "networks".to_owned(), message);
+        let leases = leases(compose, "", net, &BTreeMap::new()).map_err(in_vm)?;
+        let unknown = leases.into_iter().find(|(vm, lease)| {
+            compose.vm[vm].networks.0[net].check_address
+                && lease.address.is_none()
+                && lease.address6.is_none()
+        });
+        if let Some((vm, _)) = unknown {
+            let message = format!(
+                "vm.{vm}.networks.{net}.check_address: no address of the VM is known here that could be checked; give it one, or leave check_address out"
+            );
+            return Err(in_vm((vm, message)));
+        }
     }
     Ok(())
 }
@@ -90,6 +101,9 @@ fn check_nic(
     };
     if nic.queues.is_some_and(|queues| !(1..=QUEUES_MAX).contains(&queues)) {
         return fail(format!("vm.{name}.networks.{net}.queues: write 1 to {QUEUES_MAX}"));
+    }
+    if nic.learn > LEARN_MAX {
+        return fail(format!("vm.{name}.networks.{net}.learn: write 0 to {LEARN_MAX}"));
     }
     if nic.vlan.is_some_and(|vlan| !(1..4095).contains(&vlan)) {
         return fail(format!("vm.{name}.networks.{net}.vlan: write 1 to 4094"));

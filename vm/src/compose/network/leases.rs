@@ -75,8 +75,10 @@ pub fn leases(
         // A VM whose MAC the file has changed gets a new lease.
         let old = held.get(name).filter(|lease| nic.mac.is_none_or(|mac| mac == lease.mac));
         let mac = nic.mac.or(old.map(|lease| lease.mac)).unwrap_or_else(|| generated_mac(project, net, name));
-        if let Some(other) = macs.insert(mac, name) {
-            return Err(taken_twice(name, other, &format!("MAC {mac}"), net, "another with mac = \"…\""));
+        for mac in nic.macs.iter().copied().chain([mac]) {
+            if let Some(other) = macs.insert(mac, name) {
+                return Err(taken_twice(name, other, &format!("MAC {mac}"), net, "another with mac or macs"));
+            }
         }
         let address = addresses.of(name, nic, old)?;
         let dhcp = nic.address == NicAddress::Dhcp

@@ -82,6 +82,10 @@ impl fmt::Display for Uplink {
 pub struct NicSpec {
     /// Its MAC; default: one that depends on project, network and VM.
     pub mac: Option<Mac>,
+    /// MACs that it may use beside its own: those of macvlans, bridges and nested VMs in its guest.
+    pub macs: Vec<Mac>,
+    /// The number of further MACs that it may use, each on one VLAN, once it has sent from them; default: 0.
+    pub learn: u8,
     /// Its address; default: the next free one of the subnet.
     pub address: NicAddress,
     /// Queue pairs; default: 1.

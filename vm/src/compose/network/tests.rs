@@ -116,6 +116,32 @@ fn what_is_wrong_is_named_with_line_and_remedy() {
 }
 
 #[test]
+fn further_macs_of_a_vm_are_nobody_elses_and_an_address_that_is_checked_is_known() {
+    let text = |of_b: &str| {
+        format!(
+            "[net.lan]\n[net.out]\nuplink = \"user\"\n[vm.a]\n\
+             networks = {{ lan = {{ macs = [\"52:54:00:00:00:0c\"], learn = 64 }} }}\n[vm.b]\nnetworks = {{ {of_b} }}\n"
+        )
+    };
+    let nics = parse(&text("lan = {}")).unwrap().compose.vm["a"].networks.0["lan"].clone();
+    assert_eq!((nics.macs[0].to_string(), nics.learn), ("52:54:00:00:00:0c".into(), 64));
+    for (of_b, refused) in [
+        ("lan = { mac = \"52:54:00:00:00:0c\" }", ":7: vm.b and vm.a both have the MAC 52:54:00:00:00:0c"),
+        ("lan = { macs = [\"52:54:00:00:00:0c\"] }", ":7: vm.b and vm.a both have the MAC 52:54:00:00:00:0c"),
+        ("lan = { macs = [\"01:00:00:00:00:00\"] }", "is no unicast MAC"),
+        ("lan = { learn = 65 }", ":7: vm.b.networks.lan.learn: write 0 to 64"),
+        (
+            "lan = { address = \"none\", check_address = true }",
+            ":7: vm.b.networks.lan.check_address: no address",
+        ),
+        ("out = { check_address = true }", ":7: vm.b.networks.out.check_address: no address"),
+    ] {
+        let e = parse(&text(of_b)).unwrap_err();
+        assert!(e.contains(refused), "{of_b}: {e}");
+    }
+}
+
+#[test]
 fn a_vms_devices_survive_the_way_to_the_supervisor() {
     let p = parse("[net.lan]\n[vm.a]\nnetworks = { lan = { vlan = 5, isolated = true, check_address = true, queues = 2 } }\n").unwrap();
     let json = serde_json::to_string(&p).unwrap();

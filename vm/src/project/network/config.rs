@@ -25,7 +25,9 @@ pub fn uplink_name(of: &str) -> String {
 
 /// The port of the VM `vm` in a network.
 pub(super) fn of_port(vm: &str, socket: PathBuf, nic: &NicSpec, lease: &Lease, spec: &NetSpec) -> Port {
-    let mut port = Port::new(vm.to_owned(), socket, vec![lease.mac]);
+    let macs = [lease.mac].into_iter().chain(nic.macs.iter().copied()).collect();
+    let mut port = Port::new(vm.to_owned(), socket, macs);
+    port.learn = nic.learn;
     port.queues = nic.queues.unwrap_or(1);
     // passt gives all VMs the address of the host, and answers for every other one.
     port.isolated = nic.isolated || spec.uplink == Some(Uplink::User);
@@ -143,11 +145,12 @@ mod tests {
     fn a_port_has_the_settings_of_the_vms_device() {
         let config = config(
             "[net.lan]\nsubnet6 = \"fd00:86::/64\"\nmulticast = \"query\"\n[vm.a]\nnetworks = { lan = { \
-             mac = \"52:54:00:00:00:0b\", check_address = true, isolated = true, queues = 2, router = true } }\n",
+             mac = \"52:54:00:00:00:0b\", macs = [\"52:54:00:00:00:0c\"], learn = 4, check_address = true, isolated = true, queues = 2, router = true } }\n",
         );
+        has(&config, "macs = [\"52:54:00:00:00:0b\", \"52:54:00:00:00:0c\"]\n");
         has(
             &config,
-            "queues = 2\nips = [\"10.86.0.2\", \"fd00:86::5054:ff:fe00:b\"]\nrouter = true\nisolated = true\n",
+            "queues = 2\nlearn = 4\nips = [\"10.86.0.2\", \"fd00:86::5054:ff:fe00:b\"]\nrouter = true\nisolated = true\n",
         );
         has(&config, "multicast = \"query\"");
         has(&config, "[ipv6]\nprefix = \"fd00:86::/64\"\n");

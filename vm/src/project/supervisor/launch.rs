@@ -17,7 +17,7 @@ use crate::machine::cgroup::Group;
 use crate::machine::{Machine, Start, disks, growth};
 use crate::project::accelerator::Accelerator;
 use crate::project::control::Stage;
-use crate::project::network::Nic;
+use crate::project::network::{Network, Nic};
 use crate::project::zones::Invitation;
 use crate::qemu::Hypervisor;
 use crate::qemu::version::Qemu;
@@ -75,7 +75,8 @@ impl Supervisor {
         let status = machine.status();
         let growing = status.growth.map(|g| format!(", {}", g.line())).unwrap_or_default();
         let unreached = self.unreached(machine.name()).unwrap_or_default();
-        report(Stage::Up, &format!("{:.1} s{growing}{missing}{unreached}", status.uptime));
+        let unplugged = self.unplugged(machine.name(), machine.spec());
+        report(Stage::Up, &format!("{:.1} s{growing}{missing}{unreached}{unplugged}", status.uptime));
         Ok(())
     }
 
@@ -85,6 +86,18 @@ impl Supervisor {
         let without = networks.iter().find(|network| !network.await_ports(vm))?;
         let log = without.log();
         Some(format!(", but no port of the host leads to it: its passt does not run; see {}", log.display()))
+    }
+
+    /// That a VM whose agent has set up its devices has none in a network, for the end of a message.
+    fn unplugged(&self, vm: &str, spec: &VmSpec) -> String {
+        let has_agent = spec.ready == compose::Ready::Agent;
+        let networks: Vec<_> = self.lock().networks.clone().into_iter().collect();
+        let own = networks.iter().filter(|(name, _)| has_agent && spec.networks.0.contains_key(name));
+        let without = own.filter(|(_, network)| !network.await_device(vm));
+        let note = |(name, network): &(String, Arc<Network>)| {
+            format!(", but its port in the network '{name}' is down; see {}", network.log().display())
+        };
+        without.map(note).collect()
     }
 
     /// Starts QEMU, adds the machine to the project's, and waits until its monitor answers.
