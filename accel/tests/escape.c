@@ -18,7 +18,6 @@
  *	escape replace	tries to have its worker execute another program in its place; says 'another program: RESULT'
  *	escape come	compiles, and goes
  *	escape linger	starts a process that always wants to run; says 'lingers', and ends with its standard input
- *	escape headless	the same, but the first thread of its worker ends; says 'headless'
  *	escape deaf	makes its worker blind for the end of its client; says 'deaf', and ends
  *	escape chatter	the same, and its worker never stops talking in the server's log
  */
@@ -132,18 +131,6 @@ static const char *source =
 	/* Processes, and then more as soon as some have ended. */
 	"kernel void many(global long *results) { for (;;) results[0] = child(0); }\n"
 	"kernel void linger(global long *results) { results[0] = child(1); }\n"
-	/* The same; and the first thread of its worker, whose number is the process's, ends by a signal's handler. */
-	"kernel void headless(global long *results)\n"
-	"{\n"
-	"	char code[9] = { 0xb8, 60, 0, 0, 0, 0x31, 0xff, 0x0f, 0x05 };\n"
-	"	global char *page = (global char *)sc(9, 0, 4096, 7, 0x22, -1, 0);\n"
-	"	long action[4] = { (long)page, 0x04000000, (long)page, 0 };\n"
-	"	for (int i = 0; i < 9; i++)\n"
-	"		page[i] = code[i];\n"
-	"	child(1);\n"
-	"	sc(13, 10, (long)action, 0, 8, 0, 0);\n"
-	"	results[0] = sc(234, 1, 1, 10, 0, 0, 0);\n"
-	"}\n"
 	/* Three processes as above: the last one's end stops the second, and then the first ends, which has tried to be in a group of its own. */
 	"kernel void orphan(global long *results)\n"
 	"{\n"
@@ -389,7 +376,7 @@ static void sockets(const char *abstract)
 	}
 }
 
-/* Running on while it is stopped, memory that no limit counts, what there is but once for the whole host. */
+/* Memory that no limit counts, what there is but once for the whole host. */
 static void kernel_resources(void)
 {
 	struct {
@@ -399,10 +386,7 @@ static void kernel_resources(void)
 	} event = { 0, SIGCONT, SIGEV_SIGNAL, { 0 } };
 	long stack[2] = { 1l << 40, -1 };
 
-	TRY("go on by a timer", SYS_timer_create, P(CLOCK_MONOTONIC), DATA, put(&event, sizeof(event)), OUT);
-	TRY("go on by a signal", SYS_tgkill, P(1), P(1), P(SIGCONT));
-	TRY("go on by a descriptor", SYS_fcntl, P(0), P(F_SETSIG), P(SIGCONT));
-	TRY("go on by a child's end", SYS_clone, P(CLONE_VM | CLONE_VFORK | SIGCONT), P(0), P(0), P(0), P(0));
+	TRY("a timer", SYS_timer_create, P(CLOCK_MONOTONIC), DATA, put(&event, sizeof(event)), OUT);
 	TRY("memory that grows down", SYS_mmap, P(0), P(4096), P(3), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_GROWSDOWN), P(-1), P(0));
 	TRY("the host's huge pages", SYS_mmap, P(0), P(2 << 20), P(3), P(MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB), P(-1), P(0));
 	TRY("a stack without an end", SYS_prlimit64, P(0), P(RLIMIT_STACK), DATA, put(stack, sizeof(stack)), P(0));
@@ -744,8 +728,8 @@ int main(int n, char **v)
 		puts(results[0] > 0 ? "lingers" : "can't");
 		while (read(0, &byte, 1) > 0)
 			;
-	} else if (!strcmp(v[1], "deaf") || !strcmp(v[1], "chatter") || !strcmp(v[1], "headless")) {
-		/* The answer gets lost, as its descriptor or its thread does. */
+	} else if (!strcmp(v[1], "deaf") || !strcmp(v[1], "chatter")) {
+		/* The answer gets lost, as its descriptor does. */
 		cl_kernel kernel = clCreateKernel(program, !strcmp(v[1], "deaf") ? "deafen" : v[1], &e);
 		cl_mem buffer = clCreateBuffer(context, 0, sizeof(results), NULL, &e);
 		size_t one = 1;

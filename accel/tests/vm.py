@@ -291,21 +291,6 @@ def a_worker_lives_in_a_cgroup_of_its_own_with_limits_which_ends_with_it(host, v
 
 
 @claim
-def who_has_had_its_share_is_held_back_by_its_cgroup(host, vm, zone):
-    # Each of these has a worker that starts, works and ends.
-    loop = "(while test -e /tmp/loops; do TOMBOLO_ACCEL=tcp:127.0.0.1:7790 clinfo >/dev/null 2>&1; done) & "
-    with served_in(host, vm, "--cgroup /cg/accel", folder="/cg/accel") as group:
-        try:
-            vm.ok("touch /tmp/loops; " + 3 * loop + "for i in $(seq 3000); do cat /cg/accel/*/cpu.idle 2>/dev/null | grep -q 1 && exit 0; sleep 0.02; done; "
-                  "cat /tmp/served; exit 1")
-        finally:
-            vm.ok("rm -f /tmp/loops; for i in $(seq 600); do pidof clinfo >/dev/null || exit 0; sleep 0.1; done; exit 1")
-        # Whom the others' end left ahead is let run at the server's next look.
-        vm.ok("cd %s; for i in $(seq 300); do grep -q 0 cpu.idle && exit 0; sleep 0.1; done; exit 1" % group)
-        expect("the weight of one that asks for nothing", vm.ok("cat %s/cpu.weight" % group).split(), ["30"])
-
-
-@claim
 def a_server_of_root_finds_a_cgroup_by_itself_and_none_stays_behind(host, vm, zone):
     with served_in(host, vm) as group:
         expect("the worker's group", os.path.dirname(group), "/cg/tombolo-accel-" + vm.ok("cat /tmp/server").strip())

@@ -89,10 +89,8 @@ pub struct Tenant {
     pub busy_seconds: f64,
     /// Seconds for which its rate limit delayed its requests.
     pub held_seconds: f64,
-    /// Seconds of processor time that its worker has used.
+    /// Seconds of processor time that its worker has used; with a control group, also those of the processes that it started.
     pub cpu_seconds: f64,
-    /// Seconds for which its worker was stopped because its share of time was used up.
-    pub paused_seconds: f64,
     /// Seconds since its worker was started.
     pub seconds: f64,
 }

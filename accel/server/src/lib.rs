@@ -6,7 +6,6 @@
 //!
 //! - [`supervisor`]: admits clients, starts workers; drains. [`listen`]: addresses, and the peers that connect by them.
 //! - [`tenants`]: who is served now; [`figures`]: what their workers say of them.
-//! - [`divide`]: who of them may run, by weight. [`hold`]: how the others are held back.
 //! - [`account`]: what the processes of one VM use together.
 //! - [`control`]: commands from outside: who is served, drain.
 //! - [`metrics`]: the same for Prometheus.
@@ -15,7 +14,7 @@
 //! - [`owner`]: the same where the server runs in a VM itself.
 //! - [`workers`]: starts workers, and looks after them.
 //! - [`worker`]: the life of one worker, from the handshake to the end of its client.
-//! - [`wall`]: what a worker is kept from, and by what. [`scratch`]: folders for the drivers of unconfined workers.
+//! - [`wall`]: what a worker is kept from, and by what.
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
 //! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
 //! - [`limits`]: what a client may use.
@@ -25,15 +24,12 @@
 pub mod account;
 pub mod cli;
 pub mod control;
-pub mod divide;
 pub mod figures;
-pub mod hold;
 pub mod limits;
 pub mod listen;
 pub mod metrics;
 pub mod opencl;
 pub mod owner;
-pub mod scratch;
 pub mod session;
 pub mod signals;
 pub mod supervisor;

@@ -18,10 +18,12 @@ const FAMILIES: &[(&str, Kind, &str, Get)] = &[
     ("held_seconds_total", Kind::Counter, "For which requests were held back by the tenant's rate.", |t| {
         t.held_seconds
     }),
-    ("cpu_seconds_total", Kind::Counter, "Processor time of the tenant's worker.", |t| t.cpu_seconds),
-    ("paused_seconds_total", Kind::Counter, "For which the worker's share of time was used up.", |t| {
-        t.paused_seconds
-    }),
+    (
+        "cpu_seconds_total",
+        Kind::Counter,
+        "Processor time of the tenant's worker, and with a control group of what it started.",
+        |t| t.cpu_seconds,
+    ),
     ("memory_bytes", Kind::Gauge, "Device memory in use.", |t| t.memory as f64),
     ("memory_limit_bytes", Kind::Gauge, "Device memory that may be used.", |t| t.memory_limit as f64),
     ("objects", Kind::Gauge, "Objects that live.", |t| t.objects as f64),

@@ -6,7 +6,6 @@ use crate::control::{self, Listing};
 use crate::limits::Limits;
 use crate::listen::{Listener, Peer};
 use crate::metrics;
-use crate::scratch;
 use crate::signals;
 use crate::tenants::{Full, Guest, Tenants};
 use crate::vm;
@@ -167,7 +166,6 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
     signals::keep_ended_children();
     signals::keep_writes_beyond_a_files_limit_from_ending_this();
     identity::keep_what_a_server_needs().context("capabilities that a server has no use for")?;
-    scratch::remove_left();
     let channels = config.vms.iter().map(|vm| vm.channels).chain(config.guests.iter().map(|vm| vm.channels));
     let most = config.clients + channels.map(|n| n as usize).sum::<usize>();
     let confinement = Confinement::tried(config.unconfined, config.cgroup.as_deref(), most)?;
@@ -219,8 +217,6 @@ pub fn serve(config: Config) -> anyhow::Result<()> {
         let tenants = server.tenants.clone();
         spawn("vm", move || vm.serve(&tenants))?;
     }
-    let tenants = server.tenants.clone();
-    spawn("divider", move || tenants.divide())?;
     let accepting = places
         .into_iter()
         .map(|place| {

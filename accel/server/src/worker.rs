@@ -6,18 +6,20 @@ use crate::account::Account;
 use crate::figures::Figures;
 use crate::limits::{Bucket, Limits};
 use crate::opencl::{Device, OpenCl};
-use crate::scratch;
 use crate::session::Session;
 use crate::wall::calls::Again;
 use crate::wall::{self, Wall};
 use crate::workers::Place;
 use anyhow::{Context, bail};
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
+use tempfile::TempDir;
 use tombolo_accel_spec::opencl as wire;
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::say;
@@ -121,6 +123,7 @@ pub fn run(
     // It was started by a name that only this process understands (/proc/self/exe).
     // SAFETY: the name ends with a zero.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"accel-worker".as_ptr()) };
+    share_by_session(limits.nice());
     enter(wall.as_ref(), scratch)?;
     // A panic in any thread ends this client's worker: no thread works on with a half-changed value.
     let say = std::panic::take_hook();
@@ -173,14 +176,34 @@ pub fn run(
     unsafe { libc::_exit(0) }
 }
 
+/// Sets the niceness of this process's session, which counts in place of its threads' where the kernel groups them by session (sched_autogroup).
+fn share_by_session(nice: i32) {
+    // An ordinary user may set one every tenth of a second; another worker may have started just now.
+    for _ in 0..20 {
+        match std::fs::write("/proc/self/autogroup", nice.to_string()) {
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                std::thread::sleep(Duration::from_millis(100))
+            }
+            // There is no such file where the kernel knows no such groups.
+            _ => return,
+        }
+    }
+}
+
 /// Clients share the compiled kernels there, which only clients that trust each other should. A confined worker does not see it.
 fn shared_cache() -> Option<PathBuf> {
     std::env::var_os("POCL_CACHE_DIR").map(PathBuf::from)
 }
 
 /// The folder for the driver of a process without a file system of its own; `None`: the user named one that stays.
-pub fn scratch() -> anyhow::Result<Option<scratch::Folder>> {
-    shared_cache().is_none().then(scratch::Folder::new).transpose()
+pub fn scratch() -> anyhow::Result<Option<TempDir>> {
+    let made = || {
+        tempfile::Builder::new()
+            .prefix("tombolo-scratch-")
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir()
+    };
+    shared_cache().is_none().then(made).transpose().context("a folder for the driver's temporary files")
 }
 
 /// Lets this process's libraries write there. For a process that has one thread.

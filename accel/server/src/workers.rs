@@ -2,17 +2,16 @@
 //! Starts a worker for each client, behind the wall that this server can build, and looks after it until it has ended.
 
 use crate::figures::Figures;
-use crate::hold::{Hold, Way};
 use crate::limits::Limits;
 use crate::listen::Peer;
-use crate::tenants::{Guest, Pause, Tenant, Tenants};
+use crate::tenants::{Guest, Tenant, Tenants};
 use crate::wall::Wall;
 use crate::wall::cgroup::{self, Delegated, Group};
 use crate::wall::exec::Executions;
 use crate::wall::identity::Identity;
 use crate::wall::limits::{self, WORKING};
 use crate::wall::spawn::{self, Process, Start};
-use crate::{scratch, worker};
+use crate::worker;
 use anyhow::{Context, anyhow, bail};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -25,6 +24,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 use tombolo_brief::Brief;
 use tombolo_calls::say;
 
@@ -67,8 +67,6 @@ pub struct Place {
 pub struct Confinement {
     wall: Option<Wall>,
     cgroup: Option<Delegated>,
-    /// How tenants are held back.
-    pub way: Way,
 }
 
 /// A worker that was started.
@@ -81,15 +79,10 @@ struct Begun {
     /// The worker's control group, which goes when this is dropped.
     group: Option<Arc<Group>>,
     /// The folder of its driver, which goes when this is dropped.
-    _scratch: Option<scratch::Folder>,
+    _scratch: Option<TempDir>,
 }
 
 impl Confinement {
-    /// Of workers without a wall and without control groups.
-    pub fn none(way: Way) -> Confinement {
-        Confinement { way, ..Confinement::default() }
-    }
-
     /// Tries on a worker without a client whether workers can be confined here. `unconfined`: nothing is tried. `folder`: a control group to
     /// divide between tenants; none: one that can be found, and without any each process has its limits alone. `places`: for so many workers.
     pub fn tried(unconfined: bool, folder: Option<&Path>, places: usize) -> anyhow::Result<Confinement> {
@@ -99,15 +92,9 @@ impl Confinement {
             }
             None => found(),
         };
-        let way = match &cgroup {
-            Some(cgroup) if cgroup.can_idle() => Way::Groups,
-            // A thread's policy says nothing beside threads of other groups.
-            Some(_) => Way::Stops,
-            None => Way::without_groups(),
-        };
         if unconfined {
             say!("tombolo accel: --unconfined: a client's kernels can do all that this server's user can");
-            return Ok(Confinement { wall: None, cgroup, way });
+            return Ok(Confinement { wall: None, cgroup });
         }
         let identity = Identity::here().context("/proc/self")?;
         if cgroup.is_none() && identity.is_hosts_root().context("/proc/self")? {
@@ -120,7 +107,6 @@ impl Confinement {
         let confinement = Confinement {
             wall: Some(Wall { identity, memory: WORKING, tasks: limits::tasks(places) }),
             cgroup,
-            way,
         };
         confinement.try_it().map_err(|why| {
             anyhow!(
@@ -394,15 +380,8 @@ pub fn start(
         drop(page);
         // The first is the socket whose end says that the client has gone.
         let client = copies.into_iter().next();
-        // The processes of a VM are held back together.
-        let held = within.or_else(|| group.clone());
-        let hold = Hold::new(confinement.way, process.pid, process.pidfd.clone(), held);
-        let (census, used, paused) = (None, Duration::ZERO, Pause::default());
-        tenants.add(
-            process.pid,
-            Tenant { origin, limits, figures, since: Instant::now(), hold, census, used, paused },
-            guest,
-        );
+        let (since, pidfd) = (Instant::now(), process.pidfd.clone());
+        tenants.add(process.pid, Tenant { origin, limits, figures, since, process: pidfd, group }, guest);
         // The caller waits for this.
         let _heard = told.send(Ok(()));
         let looked = look_after(&tenants, &process, said, executions, client);

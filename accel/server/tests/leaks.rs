@@ -170,7 +170,7 @@ fn unconfined(name: &str, scratch: &Path) -> Server {
 }
 
 #[test]
-fn the_folder_of_an_unconfined_worker_goes_with_it_or_with_the_next_server_and_a_living_ones_stays() {
+fn the_folder_of_an_unconfined_worker_is_its_users_alone_and_goes_with_it_however_it_ends() {
     let above = tempfile::tempdir().expect("a folder");
     let scratch = above.path();
     let wait_for = |count: usize| {
@@ -188,26 +188,6 @@ fn the_folder_of_an_unconfined_worker_goes_with_it_or_with_the_next_server_and_a
     assert_eq!(of_living.len(), 1);
     let mode = std::fs::metadata(scratch.join(&of_living[0])).expect("it is there").mode() & 0o7777;
     assert_eq!(mode, 0o700);
-    let killed = unconfined("killed", scratch);
-    ping(&killed.client());
-    wait_for(1);
-    let client = killed.client();
-    ping(&client);
-    let workers = children(killed.child.id());
-    wait_for(2);
-    killed.end();
-    // The kernel kills its worker, which would write to its folder until then.
-    workers.iter().for_each(|worker| {
-        let lives = || std::fs::read_to_string(format!("/proc/{worker}/stat")).unwrap_or_default();
-        while lives().rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X'])) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    });
-    assert_eq!(entries(scratch).len(), 2);
-    let next = unconfined("next", scratch);
-    assert_eq!(entries(scratch), of_living);
-    ping(&stays);
-    next.end();
     children(living.child.id()).into_iter().for_each(kill);
     wait_for(0);
     living.end();

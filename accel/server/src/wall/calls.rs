@@ -37,11 +37,9 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_sched_setaffinity,  // processors that the server was kept from
     libc::SYS_ioprio_set,         // the disk's
     libc::SYS_setsid, // a session: outside of control groups each is a group of the scheduler (sched_autogroup), with as much as the server's
-    // The signals that the kernel sends to a whole process group: SIGHUP and SIGCONT where a stopped process is left in it, and the last one whose
-    // parent was in another group of the session has lost that parent.
+    // The signals that the kernel sends to a whole process group when the last one of it whose parent was in another group of the session ends.
     libc::SYS_setpgid,
-    // Running on while the supervisor has stopped it: whatever sends SIGCONT, even one that is ignored, ends the stop. tgkill, fcntl and clone are below.
-    libc::SYS_timer_create, // with a signal of choice
+    libc::SYS_timer_create, // signals and the kernel's memory, for which drivers have no use
     // Things that exist once for the whole host.
     libc::SYS_io_setup, // places for asynchronous transfers (fs.aio-max-nr), which QEMU and databases need
     libc::SYS_sync,     // writes out what all processes have written
@@ -135,8 +133,6 @@ impl Again {
     }
 }
 
-/// Of fcntl(2); libc has no name for it.
-const F_SETSIG: u64 = 10;
 /// Commands of fcntl(2) that lock a file, or have a process told when others open or change it; and one that takes pages for pipes, of which a user
 /// has so many (fs.pipe-user-pages-soft).
 const OF_FILES: [libc::c_int; 7] = [
@@ -203,10 +199,8 @@ fn mremap(again: Again) -> anyhow::Result<Vec<SeccompRule>> {
 /// too, and a write that blocks there would keep it from serving the VM; another number for the VM's doorbell ([`doorbell`]); what is a file's ([`OF_FILES`]).
 fn fcntl(doorbell: Option<RawFd>) -> anyhow::Result<Vec<SeccompRule>> {
     use SeccompCmpOp::{Eq, MaskedEq};
-    let mut rules = vec![
-        vec![when(1, Eq, F_SETSIG)?],
-        vec![when(1, Eq, libc::F_SETFL as u64)?, when(2, MaskedEq(libc::O_NONBLOCK as u64), 0)?],
-    ];
+    let mut rules =
+        vec![vec![when(1, Eq, libc::F_SETFL as u64)?, when(2, MaskedEq(libc::O_NONBLOCK as u64), 0)?]];
     for command in OF_FILES {
         rules.push(vec![when(1, Eq, command as u64)?]);
     }
@@ -238,17 +232,12 @@ fn conditional(
         clone.push(rule(vec![bits(0, namespace)?])?);
     }
     clone.push(rule(vec![bits(0, libc::CLONE_PARENT)?])?); // as a child of the supervisor
-    // As a child whose end lets a stopped parent go on: the lowest byte is the signal that tells of it.
-    clone.push(rule(vec![when(0, MaskedEq(0xff), libc::SIGCONT as u64)?])?);
     let own = std::process::id().into();
     Ok(vec![
         (libc::SYS_clone, clone),
         (libc::SYS_mremap, mremap(again)?),
-        // Signals to own threads only, as raise and abort send; none that lets a stopped worker go on.
-        (
-            libc::SYS_tgkill,
-            vec![rule(vec![when(0, Ne, own)?])?, rule(vec![when(2, Eq, libc::SIGCONT as u64)?])?],
-        ),
+        // Signals to own threads only, as raise and abort send.
+        (libc::SYS_tgkill, vec![rule(vec![when(0, Ne, own)?])?]),
         (libc::SYS_fcntl, fcntl(doorbell)?),
         (
             libc::SYS_ioctl,

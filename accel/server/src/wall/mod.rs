@@ -17,14 +17,12 @@
 //! 7. [`calls`] (seccomp), once the driver is loaded and before a request is carried out: system calls that no driver needs fail.
 //!
 //! Where the server has a cgroup to divide, each worker begins in one of its own ([`cgroup`]).
-//! Processes that a worker starts all the same are counted and stopped with it by its supervisor ([`census`]).
 //!
 //! A stage that fails ends the worker with a sentence that names what is missing. The supervisor tries all of them when it starts, so that
 //! a server that can't confine its workers says so at once. `--unconfined` leaves out stages 1 (but for descriptors and variables), 2, 4 and 6,
 //! the own user id, and the limits that need one.
 
 pub mod calls;
-pub mod census;
 pub mod cgroup;
 pub mod exec;
 pub mod identity;

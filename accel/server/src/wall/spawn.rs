@@ -230,8 +230,9 @@ unsafe fn try_become_program(prepared: &Prepared) -> Option<()> {
             let own = libc::getpriority(libc::PRIO_PROCESS, 0);
             done(libc::setpriority(libc::PRIO_PROCESS, 0, own + prepared.nice))?;
         }
-        // A group of its own: what the kernel sends to a process group for a worker's sake reaches neither the server nor other workers.
-        done(libc::setpgid(0, 0))?;
+        // A session of its own: what the kernel sends to a process group for a worker's sake reaches neither the server nor other workers, and outside of control
+        // groups the scheduler divides between sessions (sched_autogroup).
+        done(libc::setsid())?;
         done(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
         // This program, even where another has taken its name meanwhile.
         libc::execve(c"/proc/self/exe".as_ptr(), prepared.arguments.as_ptr(), prepared.variables.as_ptr());

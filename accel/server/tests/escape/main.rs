@@ -325,24 +325,22 @@ fn a_client_is_told_that_its_server_can_start_nothing_for_it() {
 }
 
 #[test]
-fn what_a_kernel_starts_is_charged_and_held_back_like_its_worker_and_ends_with_it() {
+fn what_a_kernel_starts_has_its_workers_niceness_and_ends_with_it() {
     for user in users() {
-        let server = Server::start(*user, "linger", &[]);
+        let server = Server::start(*user, "linger", &["--weight", "50"]);
         let hostile = [(); 2].map(|()| Hostile::start(&server, "linger", "lingers"));
-        // The workers themselves have nothing to do.
-        let used = || server.tenants().iter().map(|t| t.cpu_seconds).fold(f64::INFINITY, f64::min);
-        let begun = used();
-        wait_until("the processes' time is charged", || used() > begun + 0.5);
         let workers: Vec<u32> = server.tenants().iter().map(|t| t.pid).collect();
         let started: Vec<u32> = workers.iter().flat_map(|w| children(*w)).map(|(pid, _)| pid).collect();
         assert_eq!((workers.len(), started.len()), (2, 2), "{workers:?} {started:?}");
-        // Both always want to run. With more processors than two neither would have to wait for the other.
-        if std::thread::available_parallelism().is_ok_and(|n| n.get() <= 2) {
-            // SAFETY: takes an integer.
-            let is_idle = |pid| unsafe { libc::sched_getscheduler(pid as i32) == libc::SCHED_IDLE };
-            let is_held = |(pid, state): (u32, char)| state == 'T' || is_idle(pid);
-            let one_is_held = || workers.iter().flat_map(|w| children(*w)).any(is_held);
-            wait_until("one of the processes is held back", one_is_held);
+        // SAFETY: integers only.
+        let niceness = |pid: u32| unsafe { libc::getpriority(libc::PRIO_PROCESS, pid) };
+        let of_server = niceness(server.child.id());
+        for pid in workers.into_iter().chain(started.iter().copied()) {
+            assert_eq!(niceness(pid), (of_server + 3).min(19), "{user:?}");
+            // A kernel that groups threads by session divides by the sessions' niceness.
+            if let Ok(group) = std::fs::read_to_string(format!("/proc/{pid}/autogroup")) {
+                assert!(group.ends_with(" nice 3\n"), "{user:?}: {group}");
+            }
         }
         for hostile in hostile {
             hostile.end();
@@ -351,24 +349,6 @@ fn what_a_kernel_starts_is_charged_and_held_back_like_its_worker_and_ends_with_i
         for pid in started {
             assert!(!lives(pid), "{user:?}: process {pid} outlives its worker");
         }
-        server.end();
-    }
-}
-
-#[test]
-fn what_a_kernel_starts_is_charged_also_when_the_first_thread_of_its_worker_has_ended() {
-    for user in users() {
-        let server = Server::start(*user, "headless", &[]);
-        let hostile = Hostile::start(&server, "headless", "headless");
-        // Before the server has looked at the worker: a server does so when it has two, or is asked.
-        wait_until("its first thread has ended", || {
-            children(server.child.id()).iter().any(|(_, state)| *state == 'Z')
-        });
-        let used = || server.tenants()[0].cpu_seconds;
-        let begun = used();
-        wait_until("the process's time is charged", || used() > begun + 0.5);
-        hostile.end();
-        wait_until("the worker has ended", || server.tenants().is_empty());
         server.end();
     }
 }
@@ -425,16 +405,21 @@ fn memory_disk_and_processes_end_at_their_limits_and_nothing_of_them_stays() {
 }
 
 #[test]
-fn a_worker_with_more_processes_than_a_driver_starts_is_ended_beside_others() {
+fn a_client_is_served_beside_a_worker_that_starts_all_the_processes_that_it_may_have() {
     for user in users() {
         let server = Server::start(*user, "many", &[]);
         let neighbour = server.client();
         ping(&neighbour);
-        // It ends with its device lost, or before its worker does.
-        server.escape(&["many"]).stdout(Stdio::null()).stderr(Stdio::null()).status().expect("it starts");
-        wait_until("the worker is ended", || server.tenants().len() == 1);
+        let mut hostile =
+            server.escape(&["many"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let worker = || server.tenants().iter().map(|t| t.pid).find(|pid| children(*pid).len() >= 128);
+        wait_until("it has processes", || worker().is_some());
         ping(&neighbour);
-        assert_eq!(server.end().matches("started more processes than any driver does").count(), 1);
+        hostile.kill().expect("killed");
+        hostile.wait().expect("its end");
+        wait_until("its worker is ended", || server.tenants().len() == 1);
+        ping(&neighbour);
+        server.end();
     }
 }
 

@@ -28,8 +28,6 @@ use tombolo_calls::say;
 
 /// The controllers that limit a tenant.
 const CONTROLLERS: &str = "+memory +pids +cpu";
-/// Makes a group idle (Linux 5.15).
-const IDLE: &str = "cpu.idle";
 
 /// A group that is this server's own to divide.
 #[derive(Clone, Debug)]
@@ -38,8 +36,6 @@ pub struct Delegated {
     next: Arc<AtomicU64>,
     /// The folders of its groups that live. Their names don't tell: a server in another PID namespace may have this one's number, and divide the same group.
     groups: Arc<Mutex<Vec<Weak<Path>>>>,
-    /// The kernel knows idle groups.
-    can_idle: bool,
 }
 
 #[derive(Debug)]
@@ -54,7 +50,6 @@ struct Own {
 pub struct Group {
     folder: Arc<Path>,
     open: OwnedFd,
-    weight: u32,
 }
 
 /// The limits of a control group: the sum over its processes.
@@ -206,25 +201,18 @@ impl Delegated {
         set(&own.folder, "cgroup.subtree_control", CONTROLLERS).context(
             "no group to divide: it needs the controllers memory, pids and cpu, no process in it, and an owner who is this user",
         )?;
-        let mut delegated =
-            Delegated { own: Arc::new(own), next: Arc::default(), groups: Arc::default(), can_idle: false };
+        let delegated = Delegated { own: Arc::new(own), next: Arc::default(), groups: Arc::default() };
         // A controller that is missing fails now, and not when a client comes.
         let trial = delegated.worker(&Limits::default())?;
         if !trial.folder.join("cgroup.kill").exists() {
             bail!("{}: no cgroup.kill (Linux 5.14)", trial.folder.display());
         }
-        delegated.can_idle = trial.folder.join(IDLE).exists();
         drop(trial);
         Ok(delegated)
     }
 
     pub fn folder(&self) -> &Path {
         &self.own.folder
-    }
-
-    /// Returns whether its groups can be [made idle](Group::set_idle).
-    pub fn can_idle(&self) -> bool {
-        self.can_idle
     }
 
     /// Makes the group anew if an administrator has removed it, which works while the server has no clients.
@@ -294,18 +282,12 @@ impl Group {
     fn new(folder: PathBuf, most: &Most) -> anyhow::Result<Group> {
         let open = made(&folder)?;
         // Removed from here on, whatever fails.
-        let group = Group { folder: folder.into(), open, weight: most.weight };
+        let group = Group { folder: folder.into(), open };
         set(&group.folder, "memory.max", &most.memory.to_string())?;
         no_swap(&group.folder)?;
         set(&group.folder, "pids.max", &most.tasks.to_string())?;
         set(&group.folder, "cpu.weight", &most.weight.to_string())?;
         Ok(group)
-    }
-
-    /// A folder with the files of a group, in any file system.
-    #[cfg(test)]
-    pub(crate) fn without_kernel(folder: &Path) -> Group {
-        Group::new(folder.to_owned(), &Most::of_worker(&Limits::default())).expect("written")
     }
 
     fn worker(within: &Path, number: u64, most: &Most) -> anyhow::Result<Group> {
@@ -315,14 +297,11 @@ impl Group {
         Ok(group)
     }
 
-    /// Gives the group the processor time that others leave, or its weight.
-    ///
-    /// # Errors
-    /// The group was removed.
-    pub fn set_idle(&self, is_idle: bool) -> io::Result<()> {
-        std::fs::write(self.folder.join(IDLE), if is_idle { "1" } else { "0" })?;
-        // The kernel has forgotten the weight.
-        if is_idle { Ok(()) } else { std::fs::write(self.folder.join("cpu.weight"), self.weight.to_string()) }
+    /// The processor time of all processes that were in the group; `None`: the group was removed.
+    pub fn cpu(&self) -> Option<Duration> {
+        let stat = std::fs::read_to_string(self.folder.join("cpu.stat")).ok()?;
+        let micros = stat.lines().find_map(|line| line.strip_prefix("usage_usec "))?;
+        micros.parse().ok().map(Duration::from_micros)
     }
 
     /// To start a process in.
@@ -359,15 +338,14 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_is_not_idle_any_more_has_its_weight() {
+    fn a_groups_processor_time_is_what_the_kernel_says_and_unknown_once_it_was_removed() {
         let folder = tempfile::tempdir().expect("a folder");
         let open = File::open(folder.path()).expect("it is there").into();
-        let group = Group { folder: folder.path().into(), open, weight: 30 };
-        let file = |name: &str| std::fs::read_to_string(folder.path().join(name)).ok();
-        group.set_idle(true).expect("written");
-        assert_eq!((file(IDLE).as_deref(), file("cpu.weight")), (Some("1"), None));
-        group.set_idle(false).expect("written");
-        assert_eq!((file(IDLE).as_deref(), file("cpu.weight").as_deref()), (Some("0"), Some("30")));
+        let group = Group { folder: folder.path().into(), open };
+        assert_eq!(group.cpu(), None);
+        let stat = "usage_usec 1500000\nuser_usec 1000000\nsystem_usec 500000\n";
+        std::fs::write(folder.path().join("cpu.stat"), stat).expect("written");
+        assert_eq!(group.cpu(), Some(Duration::from_millis(1500)));
         // It is no control group, and has nothing to be killed.
         std::mem::forget(group);
     }
@@ -386,7 +364,7 @@ mod tests {
         let folder = top.path().join("accel");
         for lock in [None, Some(Mutex::new(made(&folder).expect("made")))] {
             let own = Arc::new(Own { folder: folder.clone(), made: lock });
-            let delegated = Delegated { own, next: Arc::default(), groups: Arc::default(), can_idle: false };
+            let delegated = Delegated { own, next: Arc::default(), groups: Arc::default() };
             for _ in 0..2 {
                 if folder.exists() {
                     std::fs::remove_dir_all(&folder).expect("removed");
@@ -422,7 +400,6 @@ mod tests {
             own: Arc::new(Own { folder: top.path().to_owned(), made: None }),
             next: Arc::default(),
             groups: Arc::default(),
-            can_idle: false,
         });
         let group = one.worker(&Limits::default()).expect("a group");
         let is_killed = || group.folder.join("cgroup.kill").exists();
