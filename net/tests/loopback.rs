@@ -11,12 +11,11 @@ use std::time::{Duration, Instant};
 
 use common::namespace::alone;
 use common::network::{ethernet, ipv4, sh, sum};
-use common::passt::{configured, host, offer};
+use common::passt::{configured, forwards_datagrams, host, offer};
 use common::program::Switch;
 use common::{Rig, wait_for};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::uplink::Link;
-use tombolo_net::uplink::loopback::GATEWAY6;
 use tombolo_net::uplink::packet::Packet as Interface;
 use tombolo_net::vring::driver::Nic;
 
@@ -210,10 +209,8 @@ fn a_guest_reaches_nothing_on_the_hosts_loopback_unless_it_may() {
         dual_host();
         let services = Services::new();
         let dir = tempfile::tempdir().unwrap();
-        let gateways = ["192.0.2.1".to_owned(), GATEWAY6.to_string()];
         let loopback = ["127.0.0.1", "127.1.2.3", "0.0.0.0", "::1", "::", "::127.0.0.1", "::ffff:127.0.0.1"];
-        for (setting, all) in [("", false), ("udp-ports = ['7001:7']", false), ("host-loopback = true", true)]
-        {
+        for (setting, all) in [("", false), ("host-loopback = true", true)] {
             let file = format!("[[uplink]]\nname = 'out'\nuser = 'passt'\n{setting}\n");
             let switch = configured(dir.path(), &file);
             let mut guest = Guest::new(&switch);
@@ -227,9 +224,7 @@ fn a_guest_reaches_nothing_on_the_hosts_loopback_unless_it_may() {
                 guest.probe(address.parse().unwrap());
                 assert_eq!(reached(&mut guest), [""; 0], "at {address}: {}", switch.log());
             }
-            for (n, address) in gateways.iter().enumerate() {
-                // Without the option the guest's gateway is the host's, which is no link-local address here.
-                let address = if all && n == 1 { "fd00:9::1" } else { address.as_str() };
+            for (n, address) in ["192.0.2.1", "fd00:9::1"].into_iter().enumerate() {
                 guest.probe(address.parse().unwrap());
                 let expected =
                     [&services.tcp[n].local_addr().unwrap(), &services.udp[n].local_addr().unwrap()];
@@ -265,14 +260,14 @@ fn a_neighbour_with_the_gateways_address_opens_no_way_to_the_hosts_loopback() {
         let dir = tempfile::tempdir().unwrap();
         resolvers(dir.path(), "nameserver 198.51.100.1\n");
         let fd00: IpAddr = "fd00:9::2".parse().unwrap();
-        for setting in ["", "udp-ports = ['7001:7']"] {
+        let with_ports = "udp-ports = ['7001:7']";
+        for setting in ["", with_ports].into_iter().take(1 + usize::from(forwards_datagrams())) {
             let file = format!("[[uplink]]\nname = 'out'\nuser = 'passt'\n{setting}\n");
             let switch = configured(dir.path(), &file);
             let mut guest = Guest::new(&switch);
             for (gateway, own, peer) in [
                 (GATEWAY.into(), IpAddr::from(OWN), "192.0.2.50"),
                 ("fe80::1".parse().unwrap(), fd00, "2001:db8::1"),
-                (GATEWAY6.into(), fd00, "2001:db8::1"),
             ] {
                 let peer: IpAddr = peer.parse().unwrap();
                 // passt has a socket of the host's port once the guest has sent from it, and hands on what comes there, in order.
@@ -331,34 +326,38 @@ fn converse(guest: &mut Guest, to: &str) {
 }
 
 #[test]
-fn ports_of_the_host_are_answered_for_clients_on_the_host() {
-    alone("ports_of_the_host_are_answered_for_clients_on_the_host", || {
-        dual_host();
-        let dir = tempfile::tempdir().unwrap();
-        let ports = "['7001:7', '::1/7002:7']";
-        let file =
-            format!("[[uplink]]\nname = 'out'\nuser = 'passt'\ntcp-ports = {ports}\nudp-ports = {ports}\n");
-        let switch = configured(dir.path(), &file);
-        let mut guest = Guest::new(&switch);
-        for (from, to) in [
-            ("127.0.0.1:0", "127.0.0.1:7001"),
-            ("192.0.2.7:0", "192.0.2.7:7001"),
-            ("127.0.0.1:40000", "127.0.0.1:7001"),
-            ("[::1]:0", "[::1]:7002"),
-        ] {
-            exchange(&mut guest, from, to);
-        }
-        for to in ["127.0.0.1:7001", "192.0.2.7:7001", "[::1]:7002"] {
-            converse(&mut guest, to);
-        }
-        // An older passt is started otherwise if it forwards no UDP ports.
-        let file = "[[uplink]]\nname = 'out'\nuser = 'passt'\ntcp-ports = ['7003:7', '::1/7004:7']\n";
-        let switch = configured(dir.path(), file);
-        let mut guest = Guest::new(&switch);
-        for to in ["127.0.0.1:7003", "192.0.2.7:7003", "[::1]:7004"] {
-            converse(&mut guest, to);
-        }
-    });
+fn ports_of_the_host_are_answered_for_clients_on_the_host_and_those_of_udp_refused_with_an_old_passt() {
+    alone(
+        "ports_of_the_host_are_answered_for_clients_on_the_host_and_those_of_udp_refused_with_an_old_passt",
+        || {
+            dual_host();
+            let dir = tempfile::tempdir().unwrap();
+            let ports = "['7001:7', '::1/7002:7']";
+            let by_tcp = format!("[[uplink]]\nname = 'out'\nuser = 'passt'\ntcp-ports = {ports}\n");
+            let by_both = format!("{by_tcp}udp-ports = {ports}\n");
+            let switch = if forwards_datagrams() {
+                configured(dir.path(), &by_both)
+            } else {
+                let refused = configured(dir.path(), &by_both);
+                wait_for("a refusal", || refused.log().contains("older than July 2024").then_some(()));
+                configured(dir.path(), &by_tcp)
+            };
+            let mut guest = Guest::new(&switch);
+            for (from, to) in [
+                ("127.0.0.1:0", "127.0.0.1:7001"),
+                ("192.0.2.7:0", "192.0.2.7:7001"),
+                ("127.0.0.1:40000", "127.0.0.1:7001"),
+                ("[::1]:0", "[::1]:7002"),
+            ] {
+                if forwards_datagrams() {
+                    exchange(&mut guest, from, to);
+                }
+            }
+            for to in ["127.0.0.1:7001", "192.0.2.7:7001", "[::1]:7002"] {
+                converse(&mut guest, to);
+            }
+        },
+    );
 }
 
 /// Makes these the host's name servers.
@@ -369,19 +368,28 @@ fn resolvers(dir: &Path, text: &str) {
 }
 
 #[test]
-fn a_guest_asks_the_name_server_on_the_hosts_loopback() {
-    alone("a_guest_asks_the_name_server_on_the_hosts_loopback", || {
+fn a_guest_asks_the_name_server_on_the_hosts_loopback_or_those_that_this_asks() {
+    alone("a_guest_asks_the_name_server_on_the_hosts_loopback_or_those_that_this_asks", || {
         dual_host();
         let dir = tempfile::tempdir().unwrap();
+        sh("mount -t tmpfs none /run; mkdir -p /run/systemd/resolve
+            echo nameserver 192.0.2.53 >/run/systemd/resolve/resolv.conf");
         resolvers(dir.path(), "nameserver 127.0.0.53\n");
         let server = UdpSocket::bind("127.0.0.53:53").unwrap();
         server.set_nonblocking(true).unwrap();
         let switch = configured(dir.path(), "[[uplink]]\nname = 'out'\nuser = 'passt'\n");
         let mut guest = Guest::new(&switch);
         let offered = offer(&mut guest.nic, guest.own);
-        let option = [&[6, 4][..], &GATEWAY].concat();
-        assert!(offered.windows(option.len()).any(|bytes| bytes == option), "a name server: {offered:?}");
-        guest.send(OWN.into(), GATEWAY.into(), UDP, datagram(40_000, 53, b"question"));
+        let offers = |address: [u8; 4]| {
+            let option = [&[6, 4][..], &address].concat();
+            assert!(offered.windows(option.len()).any(|bytes| bytes == option), "a name server: {offered:?}");
+        };
+        if !forwards_datagrams() {
+            return offers([192, 0, 2, 53]);
+        }
+        let address = [169, 254, 2, 2];
+        offers(address);
+        guest.send(OWN.into(), address.into(), UDP, datagram(40_000, 53, b"question"));
         let mut question = [0; 64];
         let (n, client) = wait_for("a question", || server.recv_from(&mut question).ok());
         assert_eq!(&question[..n], b"question");
@@ -390,6 +398,6 @@ fn a_guest_asks_the_name_server_on_the_hosts_loopback() {
             let frame = guest.nic.receive().map(|(_, frame)| frame);
             frame.as_deref().and_then(Packet::read).filter(|p| p.protocol == UDP && p.word(0) == 53)
         });
-        assert_eq!((answer.from, &answer.body[8..]), (GATEWAY.into(), &b"answer"[..]));
+        assert_eq!((answer.from, &answer.body[8..]), (address.into(), &b"answer"[..]));
     });
 }

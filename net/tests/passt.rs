@@ -114,11 +114,12 @@ fn a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports() {
     alone("a_switch_that_takes_the_place_of_a_killed_one_forwards_its_ports", || {
         host();
         let dir = tempfile::tempdir().unwrap();
-        for round in 0..20 {
+        for _ in 0..20 {
             let mut switch = configured(dir.path(), FORWARDS);
+            // The predecessor's passt may still have the port: the first one ends then, and is started again.
             wait_for("a forwarded port", || {
-                assert!(!switch.log().contains("passt ended"), "round {round}: {}", switch.log());
-                TcpStream::connect("192.0.2.7:8080").ok()
+                let is_forwarded = switch.is_up("out") && TcpStream::connect("192.0.2.7:8080").is_ok();
+                is_forwarded.then_some(())
             });
             switch.child.kill().unwrap();
             switch.child.wait().unwrap();

@@ -27,7 +27,6 @@ use tombolo_control::net::{self as wire, Done};
 use tombolo_listen::Name;
 use tombolo_metrics::{Place, Server};
 
-use crate::control::claim::Claims;
 use crate::control::config::{Config, PortConfig, UplinkConfig, check_port, check_uplink};
 use crate::control::link::Link;
 use crate::control::log;
@@ -235,9 +234,8 @@ impl State {
                 tracing::error!("{err:#}");
             }
         }
-        let mut claims = Claims::new();
         for uplink in &config.uplink {
-            if let Err(err) = self.open_uplink(uplink, None, &mut claims) {
+            if let Err(err) = self.open_uplink(uplink, None) {
                 tracing::error!("{err:#}");
             }
         }
@@ -298,7 +296,7 @@ impl State {
         let outcome = match socket::read(&stream)? {
             Err(err) => Err(err),
             Ok(Request::Add { port }) => self.open_port(&port, Some(asker)),
-            Ok(Request::AddUplink { uplink }) => self.open_uplink(&uplink, Some(asker), &mut Claims::new()),
+            Ok(Request::AddUplink { uplink }) => self.open_uplink(&uplink, Some(asker)),
             Ok(Request::Remove { name }) => {
                 let _changes = self.changes();
                 self.forget(|e| e.name == name);
@@ -430,30 +428,19 @@ impl State {
         }
     }
 
-    fn open_uplink(
-        self: &Arc<Self>,
-        config: &UplinkConfig,
-        asker: Option<UnixStream>,
-        claims: &mut Claims,
-    ) -> anyhow::Result<()> {
+    fn open_uplink(self: &Arc<Self>, config: &UplinkConfig, asker: Option<UnixStream>) -> anyhow::Result<()> {
         check_uplink(config)?;
         let _changes = self.changes();
         let kind = if config.serves_one_of_many() { Kind::ForOne } else { Kind::Uplink };
         let id = self.enter(kind, &config.name, asker)?;
-        let opened = self.pass_uplink(id, config, claims);
+        let opened = self.pass_uplink(id, config);
         opened.inspect_err(|_| drop(self.forget(|e| e.id == id)))
     }
 
     /// Opens the device of an uplink, and passes it to the switch; a connection to passt again whenever it ends.
-    fn pass_uplink(
-        self: &Arc<Self>,
-        id: u64,
-        config: &UplinkConfig,
-        claims: &mut Claims,
-    ) -> anyhow::Result<()> {
+    fn pass_uplink(self: &Arc<Self>, id: u64, config: &UplinkConfig) -> anyhow::Result<()> {
         let name = config.name.clone();
-        let (opened, fd, opening) =
-            uplinks::open(config, claims).with_context(|| format!("uplink {name}"))?;
+        let (opened, fd, opening) = uplinks::open(config).with_context(|| format!("uplink {name}"))?;
         let keep = |opening: Opening| {
             let (state, uplink) = (self.clone(), name.clone());
             opening.keep(&name, move |opened, socket| {

@@ -17,12 +17,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tombolo_brief::child::leave_sockets;
 
-use crate::control::claim::{Claim, Claims};
-use crate::control::seclusion::Seclusion;
+use crate::control::loopback;
 use crate::event::Event;
 use crate::ports::endpoint;
 use crate::uplink::Opened;
-use crate::uplink::loopback::Mapping;
 
 /// The pause after the first failure. Each further one doubles it, up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -59,8 +57,6 @@ pub(crate) struct Connection {
     socket: OwnedFd,
     /// passt, if the keeper has started it.
     child: Option<Child>,
-    /// What passt maps to the host's loopback, which the guest may not use.
-    mapping: Option<Mapping>,
     since: Instant,
 }
 
@@ -69,34 +65,26 @@ pub(crate) struct Connection {
 pub(crate) struct Opening {
     source: Source,
     connection: Connection,
-    /// The claim on the ports of the host. It ends after the passt that has them.
-    claim: Option<Claim>,
 }
 
 impl Source {
-    /// Makes the first connection, once no other passt of this user has the same ports of the host, or `claims` have no time left.
+    /// Makes the first connection. A passt whose ports of the host the predecessor's still has ends, and is started again.
     ///
     /// # Errors
     /// No process listens at the socket, or the program can't be started.
-    pub fn open(self, claims: &mut Claims) -> io::Result<Opening> {
-        let claim = match &self {
-            Self::Program(Program { tcp, udp, .. }) if !tcp.is_empty() || !udp.is_empty() => {
-                claims.wait(tcp, udp)
-            }
-            _ => None,
-        };
-        Ok(Opening { connection: self.connect()?, source: self, claim })
+    pub fn open(self) -> io::Result<Opening> {
+        Ok(Opening { connection: self.connect()?, source: self })
     }
 
     fn connect(&self) -> io::Result<Connection> {
-        let (socket, child, mapping) = match self {
-            Self::Socket(path) => (to(path)?, None, None),
+        let (socket, child) = match self {
+            Self::Socket(path) => (to(path)?, None),
             Self::Program(program) => {
-                let (socket, child, mapping) = program.start()?;
-                (socket, Some(child), mapping)
+                let (socket, child) = program.start()?;
+                (socket, Some(child))
             }
         };
-        Ok(Connection { socket, child, mapping, since: Instant::now() })
+        Ok(Connection { socket, child, since: Instant::now() })
     }
 }
 
@@ -109,8 +97,8 @@ fn to(path: &Path) -> io::Result<OwnedFd> {
 }
 
 impl Program {
-    /// Starts it; it ends with the connection. Returns the mapping by which the guest would reach the host's loopback.
-    fn start(&self) -> io::Result<(OwnedFd, Child, Option<Mapping>)> {
+    /// Starts it; it ends with the connection.
+    fn start(&self) -> io::Result<(OwnedFd, Child)> {
         let (own, theirs) = UnixStream::pair()?;
         let theirs = OwnedFd::from(theirs);
         let number = theirs.as_raw_fd();
@@ -121,13 +109,9 @@ impl Program {
                 command.args([option, port]);
             }
         }
-        let mapping = if self.host_loopback {
-            None
-        } else {
-            let way = Seclusion::of(&self.path, &self.udp);
-            command.args(way.options());
-            way.into_mapping()
-        };
+        if !self.host_loopback {
+            command.args(loopback::options(&self.path, &self.udp)?);
+        }
         // SAFETY: between fork and exec, one system call that is safe there.
         unsafe {
             command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
@@ -140,16 +124,11 @@ impl Program {
             let text = format!("{} can't be started: {err}; install the package passt", self.path.display());
             io::Error::new(err.kind(), text)
         })?;
-        Ok((own.into(), child, mapping))
+        Ok((own.into(), child))
     }
 }
 
 impl Opening {
-    /// Returns what the switch must know of the connection.
-    pub fn opened(&self) -> Opened {
-        Opened::Passt(self.connection.mapping.clone())
-    }
-
     /// Returns the connection's socket, for the switch.
     ///
     /// # Errors
@@ -163,7 +142,7 @@ impl Opening {
     /// # Errors
     /// No descriptor or thread is left.
     pub fn keep(self, uplink: &str, pass_on: impl Fn(Opened, &OwnedFd) + Send + 'static) -> io::Result<Kept> {
-        let Self { source, connection, claim } = self;
+        let Self { source, connection } = self;
         let stop = Arc::new(Event::new()?);
         let (begin, begun) = mpsc::channel();
         let (stopped, uplink) = (stop.clone(), uplink.to_owned());
@@ -173,7 +152,6 @@ impl Opening {
                 // The switch did not take the uplink.
                 Err(_) => drop(connection),
             }
-            drop(claim);
         })?;
         Ok(Kept { stop, begin: Some(begin), thread: Some(thread) })
     }
@@ -254,7 +232,7 @@ fn keep(
                 Err(err) => tracing::error!("uplink {uplink}: {err}; the next try is in {pause:?}"),
             }
         };
-        pass_on(Opened::Passt(connection.mapping.clone()), &connection.socket);
+        pass_on(Opened::Passt, &connection.socket);
     }
 }
 

@@ -4,7 +4,6 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use crate::control::claim::Claims;
 use crate::control::config::{UplinkConfig, Way};
 use crate::control::passt::{Opening, Program, Source};
 use crate::uplink::Opened;
@@ -15,10 +14,7 @@ use crate::uplink::tap::Tap;
 ///
 /// # Errors
 /// Names the device and the remedy.
-pub(crate) fn open(
-    config: &UplinkConfig,
-    claims: &mut Claims,
-) -> io::Result<(Opened, OwnedFd, Option<Opening>)> {
+pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option<Opening>)> {
     let source = match config.way.clone() {
         Way::Tap(name) => {
             let (offloads, fd) = Tap::open(&name)?;
@@ -33,6 +29,6 @@ pub(crate) fn open(
             host_loopback: config.host_loopback,
         }),
     };
-    let opening = source.open(claims)?;
-    Ok((opening.opened(), opening.socket()?, Some(opening)))
+    let opening = source.open()?;
+    Ok((Opened::Passt, opening.socket()?, Some(opening)))
 }

@@ -28,7 +28,6 @@ use crate::frames::headers::{LOOK, is_tagged};
 use crate::frames::offload::Layers;
 use crate::policy::port::Vlan;
 use crate::ports::counters::Reason;
-use crate::uplink::loopback::Firewall;
 use crate::vring::queue::Negotiated;
 use crate::vring::ring::Segment;
 
@@ -74,8 +73,8 @@ pub enum Opened {
     Tap(tap::Offloads),
     /// A packet socket.
     Packet,
-    /// A connection to passt, which has this mapping to the host's loopback; the guest may not use it.
-    Passt(Option<loopback::Mapping>),
+    /// A connection to passt.
+    Passt,
 }
 
 impl Opened {
@@ -87,10 +86,7 @@ impl Opened {
         Ok(match self {
             Self::Tap(offloads) => Uplink::new(Box::new(tap::Tap::over(offloads, fd))),
             Self::Packet => Uplink::new(Box::new(packet::Packet::over(fd))),
-            Self::Passt(mapping) => Uplink {
-                firewall: Some(Firewall::new(mapping)),
-                ..Uplink::new(Box::new(passt::Passt::over(fd)?))
-            },
+            Self::Passt => Uplink { firewall: true, ..Uplink::new(Box::new(passt::Passt::over(fd)?)) },
         })
     }
 }
@@ -105,8 +101,8 @@ struct Inbox {
 
 pub struct Uplink {
     link: Box<dyn Link>,
-    /// Of passt: keeps the guest from the host's loopback.
-    firewall: Option<Firewall>,
+    /// Of passt: frames to or from the host's loopback are dropped.
+    firewall: bool,
     /// The other end is gone for good.
     down: AtomicBool,
     inbox: Mutex<Inbox>,
@@ -118,13 +114,13 @@ impl Uplink {
     pub fn new(link: Box<dyn Link>) -> Self {
         let buffer = vec![0; NET_HEADER + MAX_FRAME].into_boxed_slice();
         let inbox = Mutex::new(Inbox { buffer, len: 0, held: None, credits: Credits::default() });
-        Self { link, firewall: None, down: AtomicBool::new(false), inbox }
+        Self { link, firewall: false, down: AtomicBool::new(false), inbox }
     }
 
     /// Returns whether the headers of frames for it decide.
     #[must_use]
     pub fn filters(&self) -> bool {
-        self.firewall.is_some()
+        self.firewall
     }
 
     /// Returns whether frames can pass.
@@ -194,8 +190,7 @@ pub(crate) fn hand(sender: &mut Sender<'_, '_>, dest: usize, frame: &Frame<'_>) 
     if own_tags && !attached.policy.macs.is_empty() && is_tagged(frame.prefix) {
         return Done::Dropped(Reason::Vlan);
     }
-    if let Some(Err(reason)) = uplink.firewall.as_ref().map(|f| f.check(frame.prefix, frame.len, sender.now))
-    {
+    if let Some(Err(reason)) = uplink.firewall.then(|| loopback::check(frame.prefix, frame.len)) {
         return Done::Dropped(reason);
     }
     sender.resume_at(dest);
@@ -276,12 +271,7 @@ pub(crate) fn pass(forwarder: &mut Forwarder, view: &View, src: usize, uplink: &
     while taken + failures < BATCH && sender.has_time() {
         if inbox.len == 0 {
             match link.receive(&mut inbox.buffer) {
-                Ok(len) => {
-                    inbox.len = len;
-                    if let Some(firewall) = &uplink.firewall {
-                        firewall.note(&inbox.buffer[head.min(len)..len], now);
-                    }
-                }
+                Ok(len) => inbox.len = len,
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
                 Err(err) => {
                     uplink.note(attached.port.name(), &err);

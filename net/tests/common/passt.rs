@@ -17,6 +17,13 @@ pub fn host() {
         ip addr add 192.0.2.7/24 dev out; ip route add default via 192.0.2.1");
 }
 
+/// Returns whether the host's passt is of July 2024 or newer, whose guests answer datagrams of the host's own programs.
+pub fn forwards_datagrams() -> bool {
+    let help = std::process::Command::new("passt").arg("--help").output().unwrap();
+    // An option of August 2024.
+    String::from_utf8_lossy(&[help.stdout, help.stderr].concat()).contains("--map-host-loopback")
+}
+
 /// A switch with this file as its configuration, in `dir`.
 pub fn configured(dir: &Path, text: &str) -> Switch {
     let file = dir.join("switch.toml");
