@@ -20,6 +20,7 @@ use crate::target::{self, PCI, Target};
 mod fsck;
 mod grant;
 mod mount;
+mod rsync;
 mod snapshot;
 mod transfer;
 mod watch;

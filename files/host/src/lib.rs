@@ -17,7 +17,6 @@
 //! - [`fuse`]: the FUSE mount.
 //! - [`fsck`]: check and repair.
 //! - [`snapshot`]: consistent images of file systems in use.
-//! - [`mirror`]: makes directory trees equal.
 //! - `room`: the room on a disk that a mapped file needs.
 //! - [`shown`]: names that members made, as people see them.
 //! - [`target`]: resolves a command's ZONE argument.
@@ -32,7 +31,6 @@ pub mod fs;
 pub mod fsck;
 pub mod fuse;
 mod log;
-pub mod mirror;
 mod room;
 pub mod shown;
 pub mod snapshot;

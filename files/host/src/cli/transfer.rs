@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile.
+//! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile, and rsync copies.
 
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail};
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::rsync::{self, Done, Job};
 use crate::fuse::session;
 use crate::log;
-use crate::mirror::{self, Done, Rights, Tree};
+use crate::shown::shown_path;
 
 /// ZONE[:PATH].
 #[derive(Clone, Debug)]
@@ -83,32 +84,71 @@ struct More {
 
 /// Runs `import`.
 pub fn import(args: &ImportArgs, json: bool) -> anyhow::Result<()> {
-    let from = Tree::open(&args.from).context("no directory that can be copied")?;
+    rsync::check_programs()?;
+    let folder = folder(&args.from)?;
     let mounted = Mounted::new(&args.to.zone, args.more.area.as_deref(), false)?;
-    let to = mounted.tree(&args.to.zone)?.below(&args.to.path, true)?;
-    let done = copy(&from, &to, Rights::ALL, args.more.delete, json);
-    drop((from, to));
-    finish(mounted, done, json)
+    let point = mounted.point();
+    directory(&point, &args.to, true)?;
+    let (mount, inside, delete) = (&*point, &*args.to.path, args.more.delete);
+    let job = Job { mount, inside, folder: &folder, export: false, delete, suid: true, devices: true };
+    let done = job.run(json);
+    finish(mounted, done, "", json)
 }
 
 /// Runs `export`.
 pub fn export(args: &ExportArgs, json: bool) -> anyhow::Result<()> {
+    rsync::check_programs()?;
     let mounted = Mounted::new(&args.from.zone, args.more.area.as_deref(), true)?;
-    let from = mounted.tree(&args.from.zone)?.below(&args.from.path, false)?;
+    let point = mounted.point();
+    directory(&point, &args.from, false)?;
     std::fs::create_dir_all(&args.to).with_context(|| format!("making {}", args.to.display()))?;
-    let to = Tree::open(&args.to)?;
-    let rights = Rights { suid: args.suid, devices: args.dev };
-    let done = copy(&from, &to, rights, args.more.delete, json).and_then(|done| to.sync().map(|()| done));
-    drop((from, to));
-    finish(mounted, done, json)
+    let folder = folder(&args.to)?;
+    let (mount, inside, delete) = (&*point, &*args.from.path, args.more.delete);
+    let (suid, devices) = (args.suid, args.dev);
+    let done = Job { mount, inside, folder: &folder, export: true, delete, suid, devices }.run(json);
+    let remedy = if devices { "" } else { "; --dev copies them" };
+    finish(mounted, done.and_then(|done| sync(&folder).map(|()| done)), remedy, json)
 }
 
-fn copy(from: &Tree, to: &Tree, rights: Rights, delete: bool, json: bool) -> anyhow::Result<Done> {
-    let mut meter = super::Meter::new(json);
-    mirror::mirror(from, to, rights, delete, &mut |done| meter.count("copied", done.copied))
+/// Returns the path of a directory that the user of this process has given, without links.
+fn folder(path: &Path) -> anyhow::Result<PathBuf> {
+    let found = path.canonicalize().and_then(|path| std::fs::read_dir(&path).map(|_| path));
+    found.with_context(|| format!("no directory that can be copied: {}", path.display()))
 }
 
-fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::Result<()> {
+/// Writes everything on the file system of a folder to its disk.
+fn sync(folder: &Path) -> anyhow::Result<()> {
+    let open = rustix::fs::openat(CWD, folder, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+    open.and_then(rustix::fs::syncfs).with_context(|| format!("syncing {}", folder.display()))
+}
+
+/// Finds a directory of a mounted zone; `make`: what is missing of it is made. A part of its path that is a link is refused.
+fn directory(mount: &Path, place: &Place, make: bool) -> anyhow::Result<()> {
+    const DIRECTORY: OFlags = OFlags::DIRECTORY.union(OFlags::PATH).union(OFlags::CLOEXEC);
+    let below = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    let name = || format!("{}:/{}", place.zone.display(), shown_path(&place.path));
+    let mut at = rustix::fs::openat(CWD, mount, DIRECTORY, Mode::empty()).with_context(name)?;
+    for part in &place.path {
+        let open = || rustix::fs::openat2(at.as_fd(), part, DIRECTORY, Mode::empty(), below);
+        let opened = match open() {
+            Err(Errno::NOENT) if make => match rustix::fs::mkdirat(&at, part, Mode::from_raw_mode(0o777)) {
+                Ok(()) | Err(Errno::EXIST) => open(),
+                Err(e) => Err(e),
+            },
+            opened => opened,
+        };
+        let part = shown_path(Path::new(part));
+        at = match opened {
+            Err(Errno::LOOP | Errno::NOTDIR) => {
+                bail!("{}: '{part}' is a link or a file, not a directory", name())
+            }
+            opened => opened.with_context(|| format!("{}: '{part}'", name()))?,
+        };
+    }
+    Ok(())
+}
+
+fn finish(mounted: Mounted, done: anyhow::Result<Done>, remedy: &str, json: bool) -> anyhow::Result<()> {
     let ended = mounted.end();
     let done = done?;
     ended?;
@@ -123,8 +163,11 @@ fn finish(mounted: Mounted, done: anyhow::Result<Done>, json: bool) -> anyhow::R
             done.removed
         );
         if done.devices_left_out > 0 {
-            log::say(&format!("{} device nodes were left out; --dev copies them", done.devices_left_out));
+            log::say(&format!("{} device nodes were left out{remedy}", done.devices_left_out));
         }
+    }
+    if done.failed > 0 {
+        bail!("all else is copied; failures: {} (see the lines above; /zone is the zone)", done.failed);
     }
     Ok(())
 }
@@ -233,10 +276,9 @@ impl Mounted {
         Ok(mounted)
     }
 
-    /// Opens the root of the zone's files; messages name it `ZONE:`.
-    fn tree(&self, zone: &Path) -> anyhow::Result<Tree> {
-        let tree = Tree::open(&self.folder.as_deref().unwrap_or(Path::new("")).join("zone"))?;
-        Ok(tree.named(format!("{}:", zone.display()).into()))
+    /// Where the zone is mounted.
+    fn point(&self) -> PathBuf {
+        self.folder.as_deref().unwrap_or(Path::new("")).join("zone")
     }
 
     /// Unmounts. On return all data is in the zone, and the membership has ended.
