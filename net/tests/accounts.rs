@@ -19,8 +19,8 @@ use tombolo_net::frames::frame::{Mac, NetHeader};
 use tombolo_net::policy::limit::Rate;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::ports::port::Port;
-use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::OFFLOADS;
+use tombolo_net_driver::{Nic, NicConfig};
 
 #[test]
 fn asking_for_figures_waits_for_no_worker() {

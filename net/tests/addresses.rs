@@ -11,7 +11,7 @@ use common::{Rig, wait_for};
 use serde_json::{Value, json};
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::Mac;
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 const DISCOVER: u8 = 1;
 const OFFER: u8 = 2;

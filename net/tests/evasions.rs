@@ -13,7 +13,7 @@ use tombolo_net::policy::port::Policy;
 use tombolo_net::policy::rules::{self, Rule, Way};
 use tombolo_net::policy::spoof;
 use tombolo_net::ports::counters::Reason;
-use tombolo_net::vring::driver::NicConfig;
+use tombolo_net_driver::NicConfig;
 
 fn udp(from: u16, to: u16, data: usize) -> Vec<u8> {
     let len = (8 + data) as u16;

@@ -9,8 +9,8 @@ use common::{Rig, frame};
 use proptest::prelude::*;
 use tombolo_net::frames::frame::{Mac, NetHeader};
 use tombolo_net::ports::counters::Reason;
-use tombolo_net::vring::driver::NicConfig;
 use tombolo_net::vring::features::bit;
+use tombolo_net_driver::NicConfig;
 
 fn kinds() -> Vec<NicConfig> {
     let mut all = Vec::new();

@@ -17,7 +17,7 @@ use common::program::Switch;
 use common::{Rig, frame, wait_for};
 use rustix::process::Rlimit;
 use tombolo_net::control::socket::{Request, ask};
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vmm_sys_util::eventfd::EventFd;

@@ -11,11 +11,11 @@ use common::{Rig, frame};
 use tombolo_net::forwarding::forward::Pass;
 use tombolo_net::frames::frame::{NEEDS_CSUM, NetHeader};
 use tombolo_net::ports::counters::Reason;
-use tombolo_net::vring::driver::{NicConfig, Queue};
 use tombolo_net::vring::features::OFFLOADS;
 use tombolo_net::vring::features::bit;
 use tombolo_net::vring::memory::{GuestMemory, Region};
 use tombolo_net::vring::ring::{Broken, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, MAX_CHAIN};
+use tombolo_net_driver::{NicConfig, Queue};
 
 fn config(packed: bool) -> NicConfig {
     NicConfig { packed, ..NicConfig::default() }

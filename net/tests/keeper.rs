@@ -17,7 +17,7 @@ use common::{Rig, frame, wait_for};
 use tombolo_net::control::config::UplinkConfig;
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::Mac;
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 /// A line of /proc/PID/status; `None`: there is no such process any more.
 fn status_if_there(pid: u32, key: &str) -> Option<Vec<String>> {

@@ -8,7 +8,7 @@ use common::{Rig, frame};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::ports::counters::Reason;
-use tombolo_net::vring::driver::NicConfig;
+use tombolo_net_driver::NicConfig;
 
 #[test]
 fn a_port_that_learns_takes_no_address_of_somebody_outside() {

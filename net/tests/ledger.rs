@@ -12,8 +12,8 @@ use tombolo_net::frames::frame::{DATA_VALID, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::policy::limit::Rate;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::policy::rules::{Rule, Way};
-use tombolo_net::vring::driver::NicConfig;
 use tombolo_net::vring::features::{OFFLOADS, bit};
+use tombolo_net_driver::NicConfig;
 
 const PORTS: usize = 4;
 

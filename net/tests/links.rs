@@ -29,9 +29,9 @@ use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::passt::Passt;
 use tombolo_net::uplink::{Link, Uplink};
-use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::OFFLOADS;
 use tombolo_net::vring::queue::{Guard, Negotiated};
+use tombolo_net_driver::{Nic, NicConfig};
 
 const OUTSIDE: Mac = Mac([2, 9, 9, 9, 9, 9]);
 

@@ -17,7 +17,7 @@ use common::{Rig, wait_for};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::uplink::Link;
 use tombolo_net::uplink::packet::Packet as Interface;
-use tombolo_net::vring::driver::Nic;
+use tombolo_net_driver::Nic;
 
 const GATEWAY: [u8; 4] = [192, 0, 2, 1];
 /// The host's address, and the guest's.

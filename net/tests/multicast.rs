@@ -17,7 +17,7 @@ use tombolo_net::ports::port::Port;
 use tombolo_net::service::querier::{self, Querier};
 use tombolo_net::service::{Announcer, Service};
 use tombolo_net::uplink::Uplink;
-use tombolo_net::vring::driver::NicConfig;
+use tombolo_net_driver::NicConfig;
 
 const SECOND: u64 = 1_000_000_000;
 const GROUP: Ipv4Addr = Ipv4Addr::new(239, 1, 2, 3);

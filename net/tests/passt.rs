@@ -18,7 +18,7 @@ use common::program::Switch;
 use common::{Rig, wait_for};
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::Mac;
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 /// The processes that the keeper of `switch` has started: passt.
 fn passts(switch: &Switch) -> Vec<u32> {

@@ -14,8 +14,8 @@ use tombolo_net::policy::limit::Rate;
 use tombolo_net::policy::port::{Policy, Vlan};
 use tombolo_net::policy::rules::Rule;
 use tombolo_net::ports::counters::Reason;
-use tombolo_net::vring::driver::NicConfig;
 use tombolo_net::vring::features::{OFFLOADS, bit};
+use tombolo_net_driver::NicConfig;
 
 fn plain(n: usize) -> Vec<NicConfig> {
     vec![NicConfig::default(); n]

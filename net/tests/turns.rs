@@ -16,10 +16,10 @@ use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::Uplink;
-use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::{OFFLOADS, negotiated};
 use tombolo_net::vring::memory::GuestMemory;
 use tombolo_net::vring::ring::MAX_CHAIN;
+use tombolo_net_driver::{Nic, NicConfig};
 
 /// Attaches `nic` to a port as its queue pair number `pair`.
 fn attach(nic: &Nic, port: &Port, pair: usize) {

@@ -16,8 +16,8 @@ use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::frames::frame::{GSO_TCPV4, Mac, NEEDS_CSUM, NetHeader};
 use tombolo_net::uplink::Link;
 use tombolo_net::uplink::packet::Packet;
-use tombolo_net::vring::driver::Nic;
 use tombolo_net::vring::features::OFFLOADS;
+use tombolo_net_driver::Nic;
 
 const HOST: [u8; 4] = [10, 9, 0, 1];
 const GUEST: [u8; 4] = [10, 9, 0, 2];

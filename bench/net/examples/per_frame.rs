@@ -20,8 +20,8 @@ use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::limit::Rate;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
-use tombolo_net::vring::driver::{Nic, NicConfig};
 use tombolo_net::vring::features::bit;
+use tombolo_net_driver::{Nic, NicConfig};
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);

@@ -6,7 +6,7 @@
 //! test, into the other, and out again. The system under test has one core (`back_cpu`), testpmd the other (`front_cpu`).
 //! Within a repetition the systems take turns, so that other load on the machine hits all of them.
 //!
-//! Round trips are measured by two cards ([`tombolo_net::vring::driver`]) on `front_cpu`; idle CPU with testpmd's
+//! Round trips are measured by two cards ([`tombolo_net_driver`]) on `front_cpu`; idle CPU with testpmd's
 //! ports connected and silent. The speed of copying memory is measured too: frames of one buffer into another, in a set of
 //! buffers as large as testpmd's, once (as the switch does) and through a third one (as DPDK does).
 
@@ -24,7 +24,7 @@ use serde_json::json;
 use crate::peer::{Ovs, Peer};
 use tombolo_net::control::config::Config;
 use tombolo_net::control::daemon::Daemon;
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 const MACS: [&str; 2] = ["02:00:00:00:00:00", "02:00:00:00:00:01"];
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Accounts for every frame, for any length of time: two cards ([`tombolo_net::vring::driver`]) send to each other through a switch that runs as
+//! Accounts for every frame, for any length of time: two cards ([`tombolo_net_driver`]) send to each other through a switch that runs as
 //! a process of its own. Frames are numbered, so that the receiver finds missing ones.
 //!
 //! Rounds alternate. A *free* sender loses frames at a slow receiver, and the switch's counters must explain each. A *bounded* sender
@@ -20,7 +20,7 @@ use vhost::vhost_user::message::VhostUserInflight;
 use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::forwarding::forward::BATCH;
 use tombolo_net::frames::frame::{ETH_HEADER, Mac};
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 /// Entries of each ring.
 const RING: u16 = 256;

@@ -12,8 +12,8 @@ use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
 use tombolo_net::ports::protocol::Session;
-use tombolo_net::vring::driver::Ram;
 use tombolo_net::vring::features::OFFERED;
+use tombolo_net_driver::Ram;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Result, VhostUserBackendReqHandlerMut};
 

@@ -5,10 +5,8 @@
 //!   successor.
 //! - [`ring`]: the device's side of split and packed rings; [`queue`]: a queue with its lock; [`features`]: the offered
 //!   features.
-//! - [`driver`]: the guest's side, for tests and the bench.
 
 pub mod dirty;
-pub mod driver;
 pub mod features;
 pub mod inflight;
 pub mod memory;

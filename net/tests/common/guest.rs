@@ -12,8 +12,8 @@ use tombolo_net::forwarding::view::{Attached, View};
 use tombolo_net::frames::frame::{Mac, NetHeader};
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
-use tombolo_net::vring::driver::{Nic, NicConfig, Queue};
 use tombolo_net::vring::features::bit;
+use tombolo_net_driver::{Nic, NicConfig, Queue};
 
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Act {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tombolo_net::control::config::{Config, PortConfig};
 use tombolo_net::control::daemon::Daemon;
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 use super::{Rig, frame, wait_for};
 

@@ -24,7 +24,7 @@ use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::{Link, Uplink};
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 /// Waits for an event that must come; the limit only ends a test that has failed.
 pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {

@@ -2,8 +2,8 @@
 //! Guests that leave work to their receivers, and frames that ask for it.
 
 use tombolo_net::frames::frame::{GSO_TCPV4, NEEDS_CSUM, NetHeader};
-use tombolo_net::vring::driver::NicConfig;
 use tombolo_net::vring::features::OFFLOADS;
+use tombolo_net_driver::NicConfig;
 
 use super::Rig;
 

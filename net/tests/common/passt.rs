@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use tombolo_net::frames::frame::Mac;
-use tombolo_net::vring::driver::Nic;
+use tombolo_net_driver::Nic;
 
 use super::network::{ethernet, ipv4, sh};
 use super::program::Switch;

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 use tombolo_net::control::socket::{Request, ask};
-use tombolo_net::vring::driver::{Nic, NicConfig};
+use tombolo_net_driver::{Nic, NicConfig};
 
 use super::{Rig, wait_for};
 

@@ -17,12 +17,12 @@ use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight, VhostUs
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 
-use crate::event::Event;
-use crate::frames::frame::{NET_HEADER, NetHeader};
-use crate::ports::port::Port;
-use crate::vring::features::{bit, negotiated};
-use crate::vring::memory::{GuestMemory, MemoryError, Region};
-use crate::vring::ring::{DESC_INDIRECT, DESC_NEXT, DESC_WRITE, RingAddress};
+use tombolo_net::event::Event;
+use tombolo_net::frames::frame::{NET_HEADER, NetHeader};
+use tombolo_net::ports::port::Port;
+use tombolo_net::vring::features::{bit, negotiated};
+use tombolo_net::vring::memory::{GuestMemory, MemoryError, Region};
+use tombolo_net::vring::ring::{DESC_INDIRECT, DESC_NEXT, DESC_WRITE, RingAddress};
 
 /// A guest's memory: one memfd, mapped here, with a bump allocator.
 pub struct Ram {
