@@ -32,26 +32,27 @@ pub enum Api {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccelSpec {
+    /// `"opencl"`: What programs speak.
     pub api: Api,
-    /// The VM that owns the devices and serves them; without one, the host does.
+    /// `none`: The VM of this file that has the devices and serves the others. Default: the host serves.
     pub vm: Option<String>,
-    /// Device memory of a VM's processes together.
+    /// `none`: Device memory of a VM's processes together.
     pub memory: Option<Size>,
-    /// Objects of a VM's processes together.
+    /// `none`: Objects of a VM's processes together.
     pub objects: Option<u32>,
-    /// Requests of a VM's processes together per second; 0: no limit.
+    /// `0`: Requests of a VM's processes together per second; 0: no limit.
     pub rate: Option<u32>,
-    /// Memory shared with each process for bulk data.
+    /// `"256M"`: Memory shared with each process for bulk data, a multiple of 1M.
     pub window: Option<Size>,
-    /// Share of processor time of a VM beside others, 1 to 100.
+    /// `100`: Share of processor time of a VM beside others, 1 to 100.
     pub weight: Option<u32>,
-    /// Processes of a VM at once.
+    /// `8`: Processes of a VM at once.
     pub channels: Option<u32>,
-    /// The address for Prometheus.
+    /// `none`: As of a network.
     pub metrics: Option<tombolo_metrics::Place>,
-    /// VMs' kernels may do all that the server's user may, for hosts that can't confine them.
+    /// `false`: Kernels of VMs may do all that the server's user may.
     pub unconfined: bool,
-    /// The control group that the server divides between VMs; none: it looks for one.
+    /// `one that is found`: The folder of the control group that the server divides between VMs, with no process in it.
     pub cgroup: Option<PathBuf>,
 }
 
@@ -59,17 +60,17 @@ pub struct AccelSpec {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccelUse {
-    /// Device memory of a VM's processes together.
+    /// `as [accel.NAME]`: Device memory of its processes together.
     pub memory: Option<Size>,
-    /// Objects of a VM's processes together.
+    /// `as [accel.NAME]`: Objects of its processes together.
     pub objects: Option<u32>,
-    /// Requests of a VM's processes together per second.
+    /// `as [accel.NAME]`: Requests of its processes together per second.
     pub rate: Option<u32>,
-    /// Memory shared with each process.
+    /// `as [accel.NAME]`: Memory shared with each process.
     pub window: Option<Size>,
-    /// Share of processor time, of all its processes together.
+    /// `as [accel.NAME]`: Share of processor time.
     pub weight: Option<u32>,
-    /// Processes at once.
+    /// `as [accel.NAME]`: Processes at once.
     pub channels: Option<u32>,
 }
 

@@ -13,15 +13,15 @@ use crate::host;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CloudInit {
-    /// User-data: #cloud-config, a script, or whatever else cloud-init takes.
+    /// `none`: #cloud-config, a script, or whatever else cloud-init takes.
     pub user_data: Option<String>,
-    /// The network configuration; default: made from the VM's networks.
+    /// `made from its networks`: The network configuration.
     pub network: Option<String>,
-    /// Public keys of the image's default user, or paths of files with them.
+    /// `[]`: Public keys of the image's default user, or paths of files with them.
     pub ssh_keys: Vec<String>,
-    /// The guest's name; default: the VM's.
+    /// `the VM's name`: The guest's name.
     pub hostname: Option<String>,
-    /// The identity by which cloud-init knows the machine; default: made from the compose file's path and the VM's name.
+    /// `made of the file's path and the VM's name`: What cloud-init takes for the same machine.
     pub instance_id: Option<String>,
 }
 

@@ -52,18 +52,18 @@ impl<'de> Deserialize<'de> for Depends {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HealthCheck {
-    /// Program and arguments, or a line for the guest's shell. 0 is healthy.
+    /// `"true"`: A line for the guest's shell, or a list of words. 0 is healthy. Required.
     pub command: CommandLine,
-    /// The time from one check to the next; until the first that succeeds 5 seconds at most.
+    /// `"30s"`: The time from one check to the next; until the first that succeeds 5 seconds at most.
     #[serde(default = "thirty")]
     pub interval: Span,
-    /// A check that takes longer has failed.
+    /// `"30s"`: A check that takes longer has failed.
     #[serde(default = "thirty")]
     pub timeout: Span,
-    /// Failures in a row that make a VM unhealthy.
+    /// `3`: Failures in a row that make the VM unhealthy.
     #[serde(default = "three")]
     pub retries: u32,
-    /// Failures so soon after the VM is up don't count.
+    /// `"0s"`: Failures so soon after the VM is up don't count.
     #[serde(default)]
     pub start_period: Span,
 }

@@ -21,7 +21,10 @@ pub struct DeviceSpec {
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DeviceTable {
+    /// `"0000:01:00.0"`: The device, as 'tombolo passthrough list' shows it. Required.
     address: Address,
+    /// `false`: Its DMA is not translated by the IOMMU: the guest's module tombolo_bypass does that. The device then reaches all of the host's memory. It
+    /// needs trust, pages = "2M" or "1G", the module tombolo_bypass_host on the host, and a device that is alone in its IOMMU group and can be reset.
     #[serde(default)]
     bypass: bool,
 }

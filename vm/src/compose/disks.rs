@@ -29,18 +29,19 @@ const SIGNATURES: [(usize, &[u8], Format); 6] = [
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
-    /// The image, or a block device.
+    /// `"data.img"`: The image, or a block device. Required.
     pub path: PathBuf,
-    /// The image's format; default: see [`Format::of`].
+    /// `"qcow2" where its name ends in .qcow2, else "raw"`: "raw", "qcow2", "vdi", "vmdk" or "vhdx". Without this key an image whose header contradicts its
+    /// name is refused.
     #[serde(default)]
     pub format: Option<Format>,
-    /// The guest can't write to it.
+    /// `false`: The guest can't write to it.
     #[serde(default)]
     pub readonly: bool,
-    /// The guest's writes go to a file in the project's folder, which `down` removes.
+    /// `false`: What the guest writes goes to a file in the project's folder, which 'down' removes.
     #[serde(default)]
     pub overlay: bool,
-    /// Its serial number: the guest has it as /dev/disk/by-id/virtio-SERIAL.
+    /// `none`: Its serial number: the guest has it as /dev/disk/by-id/virtio-SERIAL.
     #[serde(default)]
     pub serial: Option<String>,
 }

@@ -55,28 +55,29 @@ pub struct Project {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Compose {
-    /// Name of the project; default: the name of the file's folder.
+    /// `"demo"`: Name of the project. Default: the name of the file's folder.
     #[serde(default)]
     pub name: Option<String>,
-    /// Allow VMs and zones to be larger together than the memory the host has left.
+    /// `false`: VMs and zones may be larger together than the memory that is left.
     #[serde(default)]
     pub overcommit: bool,
-    /// CPUs of each NUMA node that stay with the host where VMs say `topology`.
+    /// `0`: Processors of each NUMA node that stay with the host, where VMs say topology; QEMU's own threads run there, and so do the switches and
+    /// accelerator servers of such VMs and the interrupts of their devices.
     #[serde(default)]
     pub reserve: u32,
-    /// The QEMU program; default: `qemu-system-x86_64` on the PATH.
+    /// `"qemu-system-x86_64"`: The QEMU program. Default: $TOMBOLO_QEMU, then the PATH.
     #[serde(default)]
     pub qemu: Option<PathBuf>,
-    /// Zones by name.
+    /// `[zone.NAME]`: Zones by name.
     #[serde(default)]
     pub zone: BTreeMap<String, ZoneSpec>,
-    /// Networks by name.
+    /// `[net.NAME]`: Networks by name.
     #[serde(default)]
     pub net: BTreeMap<String, NetSpec>,
-    /// Accelerators by name.
+    /// `[accel.NAME]`: Accelerators by name.
     #[serde(default)]
     pub accel: BTreeMap<String, AccelSpec>,
-    /// VMs by name.
+    /// `[vm.NAME]`: VMs by name.
     #[serde(default)]
     pub vm: BTreeMap<String, VmSpec>,
 }

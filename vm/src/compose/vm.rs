@@ -27,106 +27,110 @@ pub const MEMORY_MIN: u64 = 128 << 20;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmSpec {
-    /// A kernel image's path, or a version of the guest kit ("6.12"): what is a file beside the compose file is a path.
+    /// `the newest of the guest kit`: A kernel image's path, or a version of the guest kit such as "6.12". What is a file beside the compose file is a path.
     #[serde(default)]
     pub kernel: Option<String>,
-    /// The initramfs; default: the guest kit's, where the kernel is.
+    /// `the guest kit's`: The initramfs.
     #[serde(default)]
     pub initrd: Option<PathBuf>,
-    /// More words for the kernel's command line.
+    /// `none`: More words for the kernel's command line.
     #[serde(default)]
     pub cmdline: Option<String>,
-    /// A disk image: qcow2 where its name ends in .qcow2, else raw.
+    /// `none`: A disk image: qcow2 where its name ends in .qcow2, else raw; for other formats see 'disks'. The VM boots from it where no kernel is named.
     #[serde(default)]
     pub disk: Option<PathBuf>,
-    /// Throw away what the VM writes to its disk.
+    /// `false`: Throw away what the VM writes to its disk.
     #[serde(default)]
     pub snapshot: bool,
-    /// Virtual CPUs.
+    /// `2`: Virtual CPUs, 1 to 255.
     #[serde(default = "default_cpus")]
     pub cpus: u32,
-    /// Memory in bytes.
+    /// `"512M"`: A multiple of 2M, at least 128M; for a guest of the guest kit 192M, with devices of the host 256M.
     #[serde(default = "default_memory")]
     pub memory: Size,
-    /// KVM or TCG.
+    /// `"auto"`: "kvm": or an error; "tcg": emulation; "auto": KVM where it works.
     #[serde(default, alias = "accel")]
     pub hypervisor: HypervisorChoice,
-    /// When the VM counts as up.
+    /// `"agent"`: When the VM counts as up: "agent": its guest agent answers; "running": QEMU runs; "console:REGEX": a line of its console matches.
     #[serde(default)]
     pub ready: Ready,
-    /// Seconds until a VM that is not ready counts as failed.
+    /// `180`: Seconds until a VM that is not ready has failed.
     #[serde(default = "default_ready_timeout")]
     pub ready_timeout: u32,
-    /// Zones the VM is a member of, by name.
+    /// `{}`: Zones that it is a member of; see below.
     #[serde(default)]
     pub zones: BTreeMap<String, ZoneUse>,
-    /// Its devices in networks, by network.
+    /// `[]`: Networks that it has a device in: names, or a table; see below.
     #[serde(default)]
     pub networks: Nics,
-    /// Accelerators that its programs use, by name.
+    /// `[]`: Accelerators that its programs use: names, or a table; see below.
     #[serde(default)]
     pub accelerators: Uses,
-    /// Host folders offered over 9p (for tests and benches; the guest's kernel needs 9p).
+    /// `[]`: Folders of the host, over 9p; see below. Debian's cloud kernels have no 9p.
     #[serde(default)]
     pub share: Vec<Share>,
-    /// Empty PCI Express ports for zones that are attached later, one for each.
+    /// `8`: Ports for zones that are attached later, one each, 0 to 16.
     #[serde(default = "default_ports")]
     pub hotplug_ports: u32,
-    /// PCI devices of the host that become the VM's, such as "0000:01:00.0".
+    /// `[]`: PCI devices of the host that become the VM's, such as "0000:01:00.0", or a table; see below.
     #[serde(default)]
     pub devices: Vec<DeviceSpec>,
-    /// Who is root in it may be root on the host.
+    /// `false`: Who is root in the VM may be root on the host. Devices with bypass need it.
     #[serde(default)]
     pub trust: bool,
-    /// Take the other devices of each IOMMU group along.
+    /// `false`: Take the other devices of each IOMMU group along.
     #[serde(default)]
     pub whole_group: bool,
-    /// The way in which memory arrives; default: "auto", fast with devices and slow without.
+    /// `"auto"`: How memory arrives. "fast": a part at start, the rest while the VM runs, which pays with devices; "slow": all at start; "auto": fast with
+    /// devices, slow without.
     #[serde(default)]
     pub start: Option<StartKind>,
-    /// Memory at a fast start; default: a thirty-second part, from 512 MiB to 8 GiB.
+    /// `a thirty-second part`: Memory at a fast start. Default: a thirty-second part, from 512M to 8G.
     #[serde(default)]
     pub boot_memory: Option<Size>,
-    /// Percent of the time in which growing may disturb the guest; default: 100, memory as soon as it can be had.
+    /// `100`: Percent of the time in which growing may disturb the guest.
     #[serde(default)]
     pub growth_share: Option<tombolo_start::pace::Share>,
-    /// Processors that its QEMU may use, the guest's included, such as 1.5.
+    /// `none`: Processors that its QEMU may use, the guest's included, such as 1.5. It needs a delegated cgroup.
     #[serde(default)]
     pub cpu_limit: Option<f64>,
-    /// Memory of the host that its QEMU may use, the guest's included.
+    /// `none`: Memory of the host that its QEMU may use, the guest's included. It needs a delegated cgroup.
     #[serde(default)]
     pub memory_limit: Option<Size>,
-    /// The part of the host that it lies on.
+    /// `none`: The part of the host that it lies on, whose topology its guest sees: "host": all free processors; "node:0": the same of a NUMA node; "close":
+    /// as many processors as cpus says, close together; "cpus:0-3,8". See tombolo topology plan.
     #[serde(default)]
     pub topology: Option<Part>,
-    /// Nothing but its vCPUs runs on its CPUs, with `topology`.
+    /// `false`: With topology and reserve: the kernel runs nothing but the vCPUs on its processors (a cgroup partition, Linux 6.7 and newer). It wants a
+    /// delegated cgroup with the controller cpuset.
     #[serde(default)]
     pub isolate: bool,
-    /// Its guest idles by itself under KVM, with `topology`; default: with `isolate`.
+    /// `with isolate`: With topology, under KVM: the guest idles by itself, without an exit. To the host its processors are always busy, so other threads
+    /// there wait for their turn.
     #[serde(default)]
     pub cpu_pm: Option<bool>,
-    /// The pages of its memory, with `topology`.
+    /// `"auto"`: With topology: "1G" or "2M": reserved huge pages; "transparent": those that the kernel makes; "auto": the largest that are free.
     #[serde(default)]
     pub pages: Pages,
-    /// VMs that are started before it, and stopped after it.
+    /// `[]`: VMs that are ready before it and are stopped after it: names, or a table such as { db = "healthy" }; also "started" and "ready".
     #[serde(default)]
     pub depends_on: Depends,
-    /// A command that tells whether it does what it is for.
+    /// `none`: A command that tells whether it does what it is for; see below.
     #[serde(default)]
     pub healthcheck: Option<HealthCheck>,
-    /// Disks beside `disk`.
+    /// `[]`: Disks beside "disk"; see below.
     #[serde(default)]
     pub disks: Vec<DiskSpec>,
-    /// User data, keys and network that cloud-init in the VM's image reads.
+    /// `none`: User data, keys and network for cloud-init in the VM's image; see below.
     #[serde(default)]
     pub cloud_init: Option<CloudInit>,
-    /// Ports of the host that lead to it.
+    /// `[]`: Ports of the host that lead to it, such as "127.0.0.1:8080:80/tcp". It needs a network with uplink = "user".
     #[serde(default)]
     pub ports: Vec<Forward>,
-    /// The policy for starts after the VM has ended.
+    /// `"no"`: Whether it is started again when it has ended: "no", "on-failure", "on-failure:5" (times in a row), "always" or "unless-stopped".
     #[serde(default)]
     pub restart: Restart,
-    /// More arguments for QEMU, as they are.
+    /// `[]`: More arguments for QEMU, as they are.
     #[serde(default)]
     pub qemu_args: Vec<String>,
 }
@@ -135,14 +139,14 @@ pub struct VmSpec {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Share {
-    /// The mount tag.
+    /// `"src"`: The mount tag. Required.
     pub tag: String,
-    /// The folder on the host.
+    /// `"."`: The folder. Required.
     pub path: PathBuf,
-    /// Refuse writes.
+    /// `false`: Refuse writes.
     #[serde(default)]
     pub readonly: bool,
-    /// The guest's mount point; none: the guest mounts it itself.
+    /// `none`: Where the guest mounts it; it needs a guest agent. Without it the guest mounts it itself: mount -t 9p -o trans=virtio TAG DIR.
     #[serde(default)]
     pub mount: Option<String>,
 }

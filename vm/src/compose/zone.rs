@@ -17,12 +17,12 @@ pub const ZONE_MIN: u64 = 8 << 20;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZoneSpec {
-    /// Bytes, a multiple of 2 MiB.
+    /// `"512M"`: A multiple of 2M, at least 8M. Required.
     pub size: Size,
-    /// The source of the memory.
+    /// `"memfd"`: "memfd"; "hugetlb": huge pages that are reserved; or the path of a file, with a '/' in it, which persists.
     #[serde(default)]
     pub backing: Backing,
-    /// Make a file system in it when the zone is created.
+    /// `false`: Make a file system in it when it is new.
     #[serde(default)]
     pub files: bool,
 }
@@ -67,22 +67,22 @@ impl<'de> Deserialize<'de> for Backing {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZoneUse {
-    /// The guest's mount point for the zone's file system.
+    /// `none`: Where the guest mounts the zone's file system.
     #[serde(default)]
     pub mount: Option<String>,
-    /// Options of that mount: noatime and the like. Set-id bits and devices count only with "suid" and "dev".
+    /// `[]`: Options of that mount, which is nosuid and nodev unless "suid" and "dev" are among them.
     #[serde(default)]
     pub options: Vec<String>,
-    /// Rights of the member.
+    /// `"rw"`: "ro": it may only read.
     #[serde(default)]
     pub rights: Rights,
-    /// The directory of the zone's file system that the guest is confined to; made where it is missing.
+    /// `none`: The directory that the guest is confined to; made where it is missing.
     #[serde(default)]
     pub subtree: Option<String>,
-    /// The most bytes of the files that the guest makes.
+    /// `none`: What the files that the guest makes may take up together.
     #[serde(default)]
     pub bytes: Option<Size>,
-    /// The most files and directories that it may make.
+    /// `none`: How many files and directories it may make.
     #[serde(default)]
     pub inodes: Option<u64>,
 }

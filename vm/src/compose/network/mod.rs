@@ -26,31 +26,33 @@ pub use tombolo_control::net::config::Multicast;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NetSpec {
-    /// The network outside, for frames to no VM; default: none.
+    /// `none`: Where frames go that are for no VM: "user" (a passt for each VM, which reaches no other VM here), { tap = "tap0" } or { interface = "eth1" }.
+    /// The device must exist.
     pub uplink: Option<Uplink>,
-    /// With user-mode networking, VMs reach what listens on the host's loopback addresses.
+    /// `false`: With uplink = "user": VMs reach what listens on the host's 127.0.0.1 and ::1, at their gateway's address.
     pub host_loopback: bool,
-    /// Addresses of the VMs; default without uplink: 10.86.N.0/24, N-th network of the file.
+    /// `"10.86.N.0/24"`: Addresses of the VMs. Default without uplink: by the network's place in the file, kept while the network runs.
     pub subnet: Option<Subnet>,
-    /// Prefix of 64 bits for the VMs' IPv6 addresses, which their kernels make of it and their MACs.
+    /// `none`: A prefix such as "fd00:86::/64": the switch advertises it, and VMs make their IPv6 addresses of it and their MACs.
     pub subnet6: Option<Prefix64>,
-    /// The receivers of frames for a multicast group; default: `snoop`.
+    /// `"snoop"`: Where frames for a multicast group go: "snoop": to VMs that have joined it, where a multicast router asks for them, elsewhere to all;
+    /// "query": to VMs that have joined it, for which the switch asks; "flood": to all.
     pub multicast: Option<Multicast>,
-    /// The VMs' way out of the subnet.
+    /// `none`: The VMs' way out of the subnet.
     pub gateway: Option<Ipv4Addr>,
-    /// The switch gives VMs that ask for it their addresses.
+    /// `false`: The switch gives VMs that ask for it their addresses; they need no agent then.
     pub dhcp: bool,
-    /// Largest IP packet of the VMs' devices; default: 1500.
+    /// `1500`: Largest IP packet.
     pub mtu: Option<u16>,
-    /// Threads of the switch.
+    /// `1`: Threads of the switch.
     pub workers: Option<usize>,
-    /// Processors that they stay on, one each.
+    /// `[]`: Processors that the threads stay on, one each. Default: where VMs say topology, the reserved processors of their nodes.
     pub cpus: Vec<usize>,
-    /// Microseconds for which an idle worker goes on polling.
+    /// `50`: Microseconds for which an idle thread goes on polling.
     pub poll_us: Option<u64>,
-    /// Processor time that the switch may use, in hundredths of a processor.
+    /// `none`: Processor time that the switch may use, in hundredths of a processor.
     pub budget: Option<u32>,
-    /// The address for Prometheus.
+    /// `none`: Where Prometheus finds the counters: an address with a port, or the path of a Unix socket.
     pub metrics: Option<tombolo_metrics::Place>,
 }
 
@@ -80,22 +82,23 @@ impl fmt::Display for Uplink {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NicSpec {
-    /// Its MAC; default: one that depends on project, network and VM.
+    /// `made of project, network and VM`: Its MAC.
     pub mac: Option<Mac>,
-    /// MACs that it may use beside its own: those of macvlans, bridges and nested VMs in its guest.
+    /// `[]`: MACs that it may use beside its own: those of macvlans, bridges and nested VMs in its guest.
     pub macs: Vec<Mac>,
-    /// The number of further MACs that it may use, each on one VLAN, once it has sent from them; default: 0.
+    /// `0`: Further MACs that it may use, each on one VLAN, without their being listed: it gets their frames once it has sent from them. 0 to 64.
     pub learn: u8,
-    /// Its address; default: the next free one of the subnet.
+    /// `"auto"`: "auto": the next free one of the subnet; "none"; "dhcp"; or an IPv4 address.
     pub address: NicAddress,
-    /// Queue pairs; default: 1.
+    /// `1`: Queue pairs, 1 to 16.
     pub queues: Option<usize>,
-    /// Reaches only the uplink.
+    /// `false`: It reaches only the uplink.
     pub isolated: bool,
+    /// `none`: The VLAN that it is in, 1 to 4094.
     pub vlan: Option<u16>,
-    /// Drop what it sends from addresses other than its own.
+    /// `false`: Drop what it sends from addresses other than its own.
     pub check_address: bool,
-    /// It may be a router, a DHCP server or a multicast querier for the others.
+    /// `false`: It may be a router, a DHCP server or a multicast querier for the others.
     pub router: bool,
 }
 
