@@ -45,7 +45,7 @@ kit_apt() {
         -o Acquire::Languages=none -o Acquire::Retries=3 -q=2 "$@"
 }
 
-# Makes that apt ready: sources of this machine's release plus the one that has the other kernel, or of release $kit_release alone where that is set.
+# Makes that apt ready: sources of this machine's release plus the one that has the other kernel, or of release $kit_release alone where that is set (with its backports: kit_backports).
 kit_apt_ready() {
     local name main security suites suite apt=$kit/apt keyring=/usr/share/keyrings/debian-archive-keyring.gpg options=''
     name=$(codename)
@@ -59,7 +59,7 @@ kit_apt_ready() {
         bookworm) suites=(bookworm bookworm-updates bookworm-backports) ;;
         trixie) suites=(trixie trixie-updates bookworm) ;;
     esac
-    [[ ! ${kit_release:-} ]] || suites=("$kit_release" "$kit_release-updates")
+    [[ ! ${kit_release:-} ]] || suites=("$kit_release" "$kit_release-updates" ${kit_backports:+"$kit_release-backports"})
     for suite in "${suites[@]}"; do printf 'deb %s%s %s main\n' "$options" "$main" "$suite"; done >"$apt/sources.new"
     if [[ $security ]]; then
         for suite in "${suites[@]}"; do

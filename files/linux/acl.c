@@ -53,23 +53,12 @@ struct posix_acl *tmb_get_acl(struct inode *inode, int type, bool rcu)
 
 static int tmb_acl_encode(const struct posix_acl *acl, void **value, size_t *size)
 {
-	int n;
-
 	*value = NULL;
 	*size = 0;
 	if (!acl)
 		return 0;
-	*size = posix_acl_xattr_size(acl->a_count);
-	*value = kmalloc(*size, GFP_KERNEL);
-	if (!*value)
-		return -ENOMEM;
-	n = posix_acl_to_xattr(&init_user_ns, acl, *value, *size);
-	if (n < 0) {
-		kfree(*value);
-		*value = NULL;
-		return n;
-	}
-	return 0;
+	*value = tmb_acl_to_xattr(acl, size);
+	return PTR_ERR_OR_ZERO(*value);
 }
 
 /* Stores the ACL, and mode unless it is negative; how: TFS_XATTR_*; checked: as for tfs_xattr_set(). */
@@ -128,7 +117,7 @@ static int tmb_store_acl(tmb_idmap *idmap, struct inode *inode, struct posix_acl
 	return tmb_refresh(inode);
 }
 
-#if TMB_ACL_BY_DENTRY
+#if TMB_HAS_ACL_BY_DENTRY
 int tmb_set_acl(tmb_idmap *idmap, struct dentry *dentry, struct posix_acl *acl, int type)
 {
 	return tmb_store_acl(idmap, d_inode(dentry), acl, type);

@@ -181,7 +181,7 @@ static void tmb_renew(struct inode *inode)
 		tmb_refresh(inode);
 }
 
-static int tmb_d_revalidate(struct dentry *dentry, unsigned int flags)
+static int tmb_d_revalidate(TMB_REVALIDATE_ARGS)
 {
 	struct name_snapshot name;
 	struct dentry *parent;
@@ -328,7 +328,7 @@ static int tmb_make_named(tmb_idmap *idmap, struct inode *dir, struct dentry *de
 }
 
 /* A regular file that is not opened: mknod(2), and other file systems on top of this one. */
-static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode, bool excl)
+static int tmb_create(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode TMB_CREATE_EXCL)
 {
 	return tmb_make_named(idmap, dir, dentry, mode, 0, NULL, false);
 }
@@ -397,9 +397,9 @@ static int tmb_mknod(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry,
 	return tmb_make_named(idmap, dir, dentry, mode, rdev, NULL, false);
 }
 
-static int tmb_mkdir(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode)
+static tmb_mkdir_result tmb_mkdir(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, umode_t mode)
 {
-	return tmb_make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL, false);
+	return tmb_mkdir_returns(tmb_make_named(idmap, dir, dentry, S_IFDIR | mode, 0, NULL, false));
 }
 
 static int tmb_symlink(tmb_idmap *idmap, struct inode *dir, struct dentry *dentry, const char *target)
@@ -634,7 +634,7 @@ const struct file_operations tmb_dir_fops = {
 	.iterate_shared = tmb_iterate,
 	.llseek = tmb_dir_llseek,
 	.flock = tmb_flock,
-	.setlease = simple_nosetlease,
+	TMB_NO_LEASE
 	.fsync = tmb_dir_fsync,
 };
 

@@ -430,7 +430,7 @@ const struct file_operations tmb_file_fops = {
 	.fsync = tmb_fsync,
 	.lock = tmb_lock,
 	.flock = tmb_flock,
-	.setlease = simple_nosetlease, /* a lease here would not exclude other members */
+	TMB_NO_LEASE /* a lease here would not exclude other members */
 	.mmap = tmb_mmap,
 	.get_unmapped_area = thp_get_unmapped_area,
 };

@@ -150,7 +150,7 @@ struct inode *tmb_iget(struct super_block *sb, struct tfs_handle h)
 	inode = iget5_locked(sb, ino, tmb_iget_test, tmb_iget_set, &key);
 	if (!inode)
 		return ERR_PTR(-ENOMEM);
-	if (!(inode->i_state & I_NEW)) {
+	if (!tmb_is_new(inode)) {
 		err = tmb_refresh(inode);
 		if (!err)
 			return inode;
@@ -388,6 +388,7 @@ int tmb_open_inode(struct inode *inode, struct file *file)
 {
 	int err = tmb_refresh(inode);
 
+	tmb_hush(file);
 	if (!err && S_ISREG(inode->i_mode))
 		err = generic_file_open(inode, file);
 	return err ? err : tmb_hold(inode);
@@ -522,31 +523,38 @@ int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr)
 	return err;
 }
 
-static int tmb_stamp(struct inode *inode, int flags, s64 now)
+static int tmb_stamp(struct inode *inode, bool atime, bool mtime, bool ctime, s64 now)
 {
 	struct tfs_attr a = { .atime = now, .mtime = now };
 	int err = 0;
 
-	if (flags & S_ATIME)
+	if (atime)
 		err = tfs_touch_atime(tmb_fs(inode), tmb_h(inode), now);
-	if (!err && flags & (S_MTIME | S_CTIME))
-		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), flags & S_MTIME ? TFS_SET_MTIME : 0, &a, NULL);
+	if (!err && (mtime || ctime))
+		err = tfs_setattr(tmb_fs(inode), tmb_h(inode), mtime ? TFS_SET_MTIME : 0, &a, NULL);
 	return err ? err : tmb_refresh(inode);
 }
 
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
-int tmb_update_time(struct inode *inode, int flags)
-{
-	return tmb_stamp(inode, flags, tfs_os_now());
-}
-#else
+#if TMB_HAS_UPDATE_TIME_NOW
 int tmb_update_time(struct inode *inode, struct timespec64 *now, int flags)
 {
-	return tmb_stamp(inode, flags, tmb_to_ns(*now));
+	return tmb_stamp(inode, flags & S_ATIME, flags & S_MTIME, flags & S_CTIME, tmb_to_ns(*now));
+}
+#elif TMB_HAS_UPDATE_TIME_FLAGS
+int tmb_update_time(struct inode *inode, int flags)
+{
+	return tmb_stamp(inode, flags & S_ATIME, flags & S_MTIME, flags & S_CTIME, tfs_os_now());
+}
+#else
+int tmb_update_time(struct inode *inode, enum fs_update_time what, unsigned int flags)
+{
+	if (flags & IOCB_NOWAIT)
+		return -EAGAIN;
+	return tmb_stamp(inode, what == FS_UPD_ATIME, what == FS_UPD_CMTIME, what == FS_UPD_CMTIME, tfs_os_now());
 }
 #endif
 
-int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa)
+int tmb_fileattr_get(struct dentry *dentry, tmb_fileattr *fa)
 {
 	struct inode *inode = d_inode(dentry);
 	int err = tmb_refresh(inode);
@@ -557,7 +565,7 @@ int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa)
 	return 0;
 }
 
-int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *fa)
+int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, tmb_fileattr *fa)
 {
 	struct tfs_attr a = { .flags = fa->flags }, checked;
 	struct inode *inode = d_inode(dentry);

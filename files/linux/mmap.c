@@ -16,7 +16,6 @@
 #include <linux/file.h>
 #include <linux/iomap.h>
 #include <linux/pagemap.h>
-#include <linux/pfn_t.h>
 #include <linux/sched/signal.h>
 #include <linux/sched/task.h>
 #include <linux/userfaultfd_k.h>
@@ -60,10 +59,10 @@ static int tmb_note_mapped(struct inode *inode, pgoff_t index, u64 block, unsign
 
 	/* In an undamaged zone a block belongs to one place of one file. */
 	for (i = 0; block && i < pages; i++) {
-		struct page *page = tmb_page_of(s, block + i);
-		struct address_space *of = READ_ONCE(page->mapping);
+		pgoff_t at;
+		struct address_space *of = tmb_page_mapping(tmb_page_of(s, block + i), &at);
 
-		if (of && (of != tmb_pages(inode) || page->index != index + i)) {
+		if (of && (of != tmb_pages(inode) || at != index + i)) {
 			tfs_os_damage(&s->fs, "a block is mapped at two places", inode->i_ino, block + i);
 			return -EUCLEAN;
 		}
@@ -241,6 +240,9 @@ static int tmb_displace(struct inode *inode, pgoff_t index)
 
 	if (!entry || xa_to_value(entry) >> 1 == TMB_HOLE)
 		return 0;
+	/* There, fs/dax would split the huge page's folio under its user: the access waits for that one. */
+	if (TMB_HAS_DAX_REFERENCES && xa_to_value(entry) & 1)
+		return -EAGAIN;
 	block = xa_to_value(entry) >> 1;
 	err = tfs_map(tmb_fs(inode), tmb_h(inode), index, 1, &run);
 	if (err || run.block == block + (index - first))
@@ -276,10 +278,10 @@ static int tmb_unmap_stale(struct inode *inode, pgoff_t index)
 }
 
 /*
- * A page that fs/dax maps is none of those that the kernel's memory management knows (vm_normal_page). If such a page of a private mapping is then written
- * to, the kernel copies it by the address where it is mapped, in the address space of the process that writes: a debugger's, of whose memory
- * the debugged process would get a copy. So a private mapping gets the block's page as from a page cache, with a reference. While the page is given and not
- * yet mapped, the reference keeps a revoke from going on. Returns the page, or NULL: a hole, or *err is set.
+ * Before 6.15, a page that fs/dax maps is none of those that the kernel's memory management knows (vm_normal_page). If such a page of a private mapping
+ * is then written to, the kernel copies it by the address where it is mapped, in the address space of the process that writes: a debugger's, of whose
+ * memory the debugged process would get a copy. So a private mapping gets the block's page as from a page cache, with a reference. While the page is given
+ * and not yet mapped, the reference keeps a revoke from going on. Returns the page, or NULL: a hole, or *err is set.
  */
 static struct page *tmb_private_page(struct inode *inode, pgoff_t index, int *err)
 {
@@ -308,13 +310,13 @@ static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
 	/* Huge pages need no such care: a write splits them, and the small page is mapped anew. */
-	bool private = order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
+	bool private = !TMB_HAS_DAX_REFERENCES && order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
 	struct page *page = NULL;
 	vm_fault_t ret = VM_FAULT_NOPAGE;
 	int err = 0;
 
 	/* fs/dax maps nothing over a marker of userfaultfd(2): a system call that copies would fault here for good, and no signal would end it. */
-	if (vmf->flags & FAULT_FLAG_ORIG_PTE_VALID && pte_marker_uffd_wp(vmf->orig_pte))
+	if (vmf->flags & FAULT_FLAG_ORIG_PTE_VALID && tmb_is_uffd_marker(vmf->orig_pte))
 		return VM_FAULT_SIGBUS;
 	if (order != TMB_ORDER_PTE) {
 		struct tfs_run run;
@@ -421,6 +423,13 @@ bool tmb_opened_for_mapping(const struct file *file)
 	return file->f_mapping == tmb_pages(file_inode(file)) && !(file->f_mode & FMODE_BACKING);
 }
 
+/* Called by each open: the kernel's own opens, those of files for mappings, tell no watcher. */
+void tmb_hush(struct file *file)
+{
+	if (file->f_cred == tmb_kernel_cred)
+		tmb_set_nonotify(file);
+}
+
 /*
  * Returns the file that all mappings by this one have. No descriptor has it, and its mapping has the inode's mapped pages. It is opened at the first mmap
  * and kept until this file's release, so that who maps a file often takes no more of the system's open files. The kernel opens it: security modules have
@@ -428,7 +437,7 @@ bool tmb_opened_for_mapping(const struct file *file)
  */
 static struct file *tmb_file_of_mappings(struct file *file)
 {
-	int flags = (file->f_flags & O_ACCMODE) | O_LARGEFILE | __FMODE_NONOTIFY;
+	int flags = (file->f_flags & O_ACCMODE) | O_LARGEFILE | TMB_OPEN_NONOTIFY;
 	struct file *own = READ_ONCE(file->private_data), *other;
 
 	if (own)
@@ -490,6 +499,10 @@ void tmb_pages_init(struct inode *inode)
 bool tmb_opened_for_mapping(const struct file *file)
 {
 	return false;
+}
+
+void tmb_hush(struct file *file)
+{
 }
 
 static int tmb_set_pages(struct file *file, struct vm_area_struct *vma)

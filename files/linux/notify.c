@@ -124,11 +124,11 @@ struct tmb_number {
 };
 
 /* Takes a reference of the inode, unless it is being evicted or made. */
-static int tmb_grab_number(struct inode *inode, unsigned long hash, void *data)
+static int tmb_grab_number(struct inode *inode, tmb_hash hash, void *data)
 {
 	struct tmb_number *n = data;
 
-	if (inode->i_ino != n->ino || READ_ONCE(inode->i_state) & I_NEW)
+	if (inode->i_ino != n->ino || tmb_is_new(inode))
 		return 0;
 	if (igrab(inode))
 		return 1;

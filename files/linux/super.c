@@ -110,7 +110,7 @@ static const struct super_operations tmb_super_ops = {
 	.alloc_inode = tmb_alloc_inode,
 	.free_inode = tmb_free_inode,
 	/* An inode that no name or file refers to is dropped: its attributes come from the zone anyway. */
-	.drop_inode = generic_delete_inode,
+	.drop_inode = tmb_just_drop,
 	.evict_inode = tmb_evict_inode,
 	.statfs = tmb_statfs,
 	.show_options = tmb_show_options,
@@ -176,7 +176,7 @@ static int tmb_fill_super(struct super_block *sb, struct fs_context *fc)
 	sb->s_time_min = div_s64(S64_MIN, NSEC_PER_SEC) + 1;
 	sb->s_time_max = div_s64(S64_MAX, NSEC_PER_SEC) - 1;
 	sb->s_op = &tmb_super_ops;
-	sb->s_d_op = &tmb_dentry_ops;
+	tmb_set_d_op(sb, &tmb_dentry_ops);
 	sb->s_xattr = (void *)tmb_xattr_handlers;
 	sb->s_flags |= SB_POSIXACL;
 

@@ -186,13 +186,15 @@ void tmb_closing_start(struct tmb_sb *s);
 int tmb_getattr(tmb_idmap *idmap, const struct path *path, struct kstat *stat, u32 mask, unsigned int flags);
 int tmb_setattr(tmb_idmap *idmap, struct dentry *dentry, struct iattr *attr);
 int tmb_permission(tmb_idmap *idmap, struct inode *inode, int mask);
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 6, 0)
+#if TMB_HAS_UPDATE_TIME_NOW
+int tmb_update_time(struct inode *inode, struct timespec64 *now, int flags);
+#elif TMB_HAS_UPDATE_TIME_FLAGS
 int tmb_update_time(struct inode *inode, int flags);
 #else
-int tmb_update_time(struct inode *inode, struct timespec64 *now, int flags);
+int tmb_update_time(struct inode *inode, enum fs_update_time what, unsigned int flags);
 #endif
-int tmb_fileattr_get(struct dentry *dentry, struct fileattr *fa);
-int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, struct fileattr *fa);
+int tmb_fileattr_get(struct dentry *dentry, tmb_fileattr *fa);
+int tmb_fileattr_set(tmb_idmap *idmap, struct dentry *dentry, tmb_fileattr *fa);
 
 /* dir.c */
 extern const struct inode_operations tmb_dir_iops;
@@ -222,6 +224,7 @@ void tmb_changes_stop(struct tmb_sb *s);
 extern const struct address_space_operations tmb_aops;
 int tmb_mmap(struct file *file, struct vm_area_struct *vma);
 bool tmb_opened_for_mapping(const struct file *file);
+void tmb_hush(struct file *file);
 void tmb_release_mappings(struct file *file);
 void tmb_pages_init_once(struct inode *inode);
 void tmb_pages_init(struct inode *inode);
@@ -237,7 +240,7 @@ void tmb_mappings_look(struct tmb_sb *s);
 /* xattr.c, acl.c */
 extern const struct xattr_handler *const tmb_xattr_handlers[];
 ssize_t tmb_listxattr(struct dentry *dentry, char *list, size_t size);
-#if TMB_ACL_BY_DENTRY
+#if TMB_HAS_ACL_BY_DENTRY
 int tmb_set_acl(tmb_idmap *idmap, struct dentry *dentry, struct posix_acl *acl, int type);
 #define TMB_ACL_OPS .get_inode_acl = tmb_get_acl, .set_acl = tmb_set_acl
 #else

@@ -56,7 +56,7 @@ const struct xattr_handler *const tmb_xattr_handlers[] = {
 	&tmb_user_handler,
 	&tmb_trusted_handler,
 	&tmb_security_handler,
-#if !TMB_ACL_BY_DENTRY /* later kernels go to the ACL operations directly */
+#if !TMB_HAS_ACL_BY_DENTRY /* later kernels go to the ACL operations directly */
 	&posix_acl_access_xattr_handler,
 	&posix_acl_default_xattr_handler,
 #endif

@@ -6,7 +6,6 @@
 #include "tombolo.h"
 
 #include <linux/memremap.h>
-#include <linux/pfn_t.h>
 #include <linux/slab.h>
 #include <linux/uuid.h>
 
@@ -17,7 +16,7 @@ static int tmb_zone_map(struct tmb_zone *zone, void *holder)
 {
 	u64 bytes = bdev_nr_bytes(zone->dev.bdev);
 	void *addr;
-	pfn_t pfn;
+	tmb_pfn pfn;
 	long pages;
 	int id;
 
@@ -27,18 +26,18 @@ static int tmb_zone_map(struct tmb_zone *zone, void *holder)
 	id = dax_read_lock();
 	pages = dax_direct_access(zone->dax, PHYS_PFN(zone->dax_start), PHYS_PFN(bytes), DAX_ACCESS, &addr, &pfn);
 	dax_read_unlock(id);
-	if (pages < 0 || PFN_PHYS((u64)pages) < bytes || !pfn_t_has_page(pfn)) {
+	if (pages < 0 || PFN_PHYS((u64)pages) < bytes || !tmb_pfn_of(pfn)) {
 		fs_put_dax(zone->dax, holder);
 		return pages < 0 ? (int)pages : -EOPNOTSUPP;
 	}
 	/* A driver that is unbound from the device waits for this reference before it unmaps the memory. */
-	zone->pages = get_dev_pagemap(pfn_t_to_pfn(pfn), NULL);
+	zone->pages = tmb_get_pagemap(tmb_pfn_of(pfn));
 	if (!zone->pages) {
 		fs_put_dax(zone->dax, holder);
 		return -ENODEV;
 	}
 	zone->addr = addr;
-	zone->pfn = pfn_t_to_pfn(pfn);
+	zone->pfn = tmb_pfn_of(pfn);
 	zone->size = bytes;
 	return 0;
 }

@@ -18,10 +18,10 @@
 #include <linux/sched/signal.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
-#include <linux/version.h>
 #include <linux/wait.h>
 
 #include "doorbell.h"
+#include "probed.h"
 #include "syncdev.h"
 #include "tombolo_sync.h"
 
@@ -167,7 +167,7 @@ static int tmb_sync_mmap(struct file *file, struct vm_area_struct *vma)
 	if (!(vma->vm_flags & VM_SHARED))
 		return -EINVAL;
 	vma->vm_ops = &tmb_sync_vm_ops;
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 3, 0)
+#if TMB_HAS_VM_FLAGS_SET
 	vm_flags_set(vma, VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP);
 #else
 	vma->vm_flags |= VM_IO | VM_PFNMAP | VM_DONTEXPAND | VM_DONTDUMP;

@@ -1099,6 +1099,7 @@ def main():
     p.add_argument("--kernel", action="append", default=[])
     p.add_argument("--kit", action="append", default=[], metavar="SERIES")
     p.add_argument("--root", default="/")
+    p.add_argument("--module", help="tombolo.ko for the one --kernel, where another compiler builds it")
     p.add_argument("--suites", help="folder with the programs fsx (crate fsx 0.3.2) and pjdfstest (0.2.2): run these, too")
     p.add_argument("--keep", action="store_true", help="keep the work folder, with the guests' consoles")
     p.add_argument("claims", nargs="*")
@@ -1120,7 +1121,7 @@ def main():
         kernels = [(k, o.root, "/usr/src/linux-headers-" + k) for k in o.kernel] + [from_kit(k, work) for k in o.kit]
         for kernel, root, headers in kernels:
             suites = glob.glob(o.suites + "/fsx") + glob.glob(o.suites + "/pjdfstest") if o.suites else []
-            base = (kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, build(kernel, headers, work))
+            base = (kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, o.module or build(kernel, headers, work))
             rig = Rig(*base, work, [*programs, *suites], modules=["overlay"])
             rig.without_module = lambda more: Rig(*base, tempfile.mkdtemp(dir=work), [*programs, *more], modules=["fuse"], late=True)
             rig.programs = {os.path.basename(s) for s in suites}

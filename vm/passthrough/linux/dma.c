@@ -144,18 +144,26 @@ static struct tbp_bounce *tbp_bounce_find(dma_addr_t dma, bool remove)
 	return found;
 }
 
-static dma_addr_t tbp_map_page(struct device *dev, struct page *page, unsigned long offset, size_t size,
-			       enum dma_data_direction dir, unsigned long attrs)
+static dma_addr_t tbp_map_phys(struct device *dev, phys_addr_t phys, size_t size, enum dma_data_direction dir,
+			       unsigned long attrs)
 {
-	dma_addr_t dma = tbp_map_find(&tbp_guest_map, page_to_phys(page) + offset, size);
+	dma_addr_t dma = tbp_map_find(&tbp_guest_map, phys, size);
 	u64 mask = min_not_zero(dma_get_mask(dev), dev->bus_dma_limit);
 
-	if (dma == DMA_MAPPING_ERROR)
-		return tbp_bounce_map(mask, page_address(page) + offset, size);
+	if (dma == DMA_MAPPING_ERROR) /* no memory of the VM's: another device's registers can't be reached by a copy */
+		return pfn_valid(PHYS_PFN(phys)) ? tbp_bounce_map(mask, phys_to_virt(phys), size) : DMA_MAPPING_ERROR;
 	return tbp_reaches(mask, dma, size) ? dma : DMA_MAPPING_ERROR;
 }
 
-static void tbp_unmap_page(struct device *dev, dma_addr_t dma, size_t size, enum dma_data_direction dir,
+#if !TBP_HAS_MAP_PHYS
+static dma_addr_t tbp_map_page(struct device *dev, struct page *page, unsigned long offset, size_t size,
+			       enum dma_data_direction dir, unsigned long attrs)
+{
+	return tbp_map_phys(dev, page_to_phys(page) + offset, size, dir, attrs);
+}
+#endif
+
+static void tbp_unmap_phys(struct device *dev, dma_addr_t dma, size_t size, enum dma_data_direction dir,
 			   unsigned long attrs)
 {
 	struct tbp_bounce *bounce = tbp_bounce_find(dma, true);
@@ -201,7 +209,7 @@ static void tbp_unmap_sg(struct device *dev, struct scatterlist *list, int count
 	int i;
 
 	for_each_sg(list, sg, count, i)
-		tbp_unmap_page(dev, sg_dma_address(sg), sg_dma_len(sg), dir, attrs);
+		tbp_unmap_phys(dev, sg_dma_address(sg), sg_dma_len(sg), dir, attrs);
 }
 
 static int tbp_map_sg(struct device *dev, struct scatterlist *list, int count, enum dma_data_direction dir,
@@ -211,7 +219,7 @@ static int tbp_map_sg(struct device *dev, struct scatterlist *list, int count, e
 	int i;
 
 	for_each_sg(list, sg, count, i) {
-		dma_addr_t dma = tbp_map_page(dev, sg_page(sg), sg->offset, sg->length, dir, attrs);
+		dma_addr_t dma = tbp_map_phys(dev, sg_phys(sg), sg->length, dir, attrs);
 
 		if (dma == DMA_MAPPING_ERROR) {
 			tbp_unmap_sg(dev, list, i, dir, attrs | DMA_ATTR_SKIP_CPU_SYNC);
@@ -299,8 +307,13 @@ const struct dma_map_ops tbp_dma_ops = {
 	.free = tbp_free,
 	.alloc_pages_op = tbp_alloc_pages,
 	.free_pages = tbp_free_pages,
+#if TBP_HAS_MAP_PHYS /* 6.19 */
+	.map_phys = tbp_map_phys,
+	.unmap_phys = tbp_unmap_phys,
+#else
 	.map_page = tbp_map_page,
-	.unmap_page = tbp_unmap_page,
+	.unmap_page = tbp_unmap_phys,
+#endif
 	.map_sg = tbp_map_sg,
 	.unmap_sg = tbp_unmap_sg,
 	.sync_single_for_cpu = tbp_sync_for_cpu,

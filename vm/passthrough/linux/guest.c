@@ -187,7 +187,11 @@ static void tbp_start(struct pci_dev *pdev, u32 device)
 		return;
 	}
 #ifdef CONFIG_DMA_NEED_SYNC
+#if TBP_HAS_SKIP_SYNC_FLAG /* 7.1 */
+	dev_clear_dma_skip_sync(&pdev->dev);
+#else
 	pdev->dev.dma_skip_sync = false;
+#endif
 #endif
 	pci_info(pdev, "DMA goes untranslated\n");
 }
@@ -258,7 +262,7 @@ static void tbp_shutdown(void)
 	mutex_unlock(&tbp_lock);
 }
 
-#ifdef TBP_SYSCORE_HAS_DATA
+#if TBP_HAS_SYSCORE_DATA
 static void tbp_syscore_shutdown(void *data)
 {
 	tbp_shutdown();

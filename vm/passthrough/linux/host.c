@@ -30,7 +30,6 @@
 #include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/uaccess.h>
-#include <linux/version.h>
 #include <linux/vfio_pci_core.h>
 
 #include "bypass.h"
@@ -76,12 +75,21 @@ static const struct iommu_ops *tbp_ops(struct device *dev)
 	return dev->iommu->iommu_dev->ops;
 }
 
+#if TBP_HAS_ATTACH_OLD /* 6.19 */
+static int tbp_attach_identity(struct iommu_domain *domain, struct device *dev, struct iommu_domain *old)
+{
+	struct iommu_domain *identity = container_of(domain, struct tbp_bypassed, domain)->identity;
+
+	return identity->ops->attach_dev(identity, dev, old);
+}
+#else
 static int tbp_attach_identity(struct iommu_domain *domain, struct device *dev)
 {
 	struct iommu_domain *identity = container_of(domain, struct tbp_bypassed, domain)->identity;
 
 	return identity->ops->attach_dev(identity, dev);
 }
+#endif
 
 static const struct iommu_domain_ops tbp_domain_ops = {
 	.attach_dev = tbp_attach_identity,
@@ -267,7 +275,7 @@ static int tbp_prepare(struct tbp_bypassed *one)
 	__module_get(one->driver); /* its driver is bound, and can't go under the device's lock */
 	get_device(&one->vfio->device);
 	one->identity = ops->identity_domain;
-#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0)
+#if TBP_HAS_DOMAIN_ALLOC
 	/* AMD's driver has no identity domain of its own there, and allocates one for each that asks. */
 	if (!one->identity && ops->domain_alloc) {
 		one->identity = ops->domain_alloc(IOMMU_DOMAIN_IDENTITY);
