@@ -38,6 +38,8 @@ pub struct Launch<'a> {
     pub dynamic_shared: usize,
     pub parameters: &'a [u8],
     pub grid_id: u64,
+    /// Eight bytes, zero at first, for the barrier among blocks of a cooperative launch; 0 for others.
+    pub workspace: u64,
     /// Gets what printf wrote.
     pub print: &'a (dyn Fn(Vec<u8>) + Sync),
 }
@@ -149,6 +151,8 @@ impl<'a> Block<'a> {
                     Special::GridId => self.launch.grid_id as u32,
                     Special::DynamicShared => self.memory.dynamic_start() as u32,
                     Special::TotalShared => self.launch.dynamic_shared as u32,
+                    Special::WorkspaceLow => self.launch.workspace as u32,
+                    Special::WorkspaceHigh => (self.launch.workspace >> 32) as u32,
                     Special::Zero => 0,
                     Special::One => 1,
                     Special::Block => flat as u32,

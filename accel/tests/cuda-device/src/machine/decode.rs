@@ -781,6 +781,8 @@ fn special(name: &str) -> Option<Special> {
         "%lanemask_ge" => Special::MaskGreaterEqual,
         "%gridid" => Special::GridId,
         "%smid" => Special::Block,
+        "%envreg1" => Special::WorkspaceHigh,
+        "%envreg2" => Special::WorkspaceLow,
         // A cluster is a block.
         "%clusterid" => Special::Ctaid(axis(name)),
         "%nclusterid" => Special::Nctaid(axis(name)),

@@ -159,6 +159,9 @@ pub enum Special {
     TotalShared,
     Zero,
     One,
+    /// Halves of the address where a cooperative grid keeps its barrier.
+    WorkspaceLow,
+    WorkspaceHigh,
     /// The block's number, for %smid and the like.
     Block,
 }

@@ -141,10 +141,6 @@ impl Arena {
         (address as usize - start < bytes.max(1)).then_some((start as u64, bytes))
     }
 
-    pub fn used_bytes(&self) -> usize {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner).used.values().sum()
-    }
-
     /// Lets kernels reach host memory. The caller keeps it mapped until `unregister`.
     pub fn register(&self, start: u64, len: u64) {
         self.registered

@@ -87,8 +87,11 @@ impl<'a> Lexer<'a> {
                 Ok(Token::Text(&self.text[start + 1..self.at - 1]))
             }
             first if in_word(first) => {
-                // '::' is inside of modifiers such as .shared::cta.
+                // '::' is inside of modifiers such as .shared::cta. A directive ends where the next begins: `.reg.b16`.
                 while in_word(self.byte(0)) || (self.byte(0) == b':' && self.byte(1) == b':') {
+                    if first == b'.' && self.at > start && self.byte(0) == b'.' {
+                        break;
+                    }
                     self.at += if self.byte(0) == b':' { 2 } else { 1 };
                 }
                 Ok(Token::Word(&self.text[start..self.at]))

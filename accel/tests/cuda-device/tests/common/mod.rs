@@ -57,6 +57,7 @@ impl Device {
             dynamic_shared: shape.shared,
             parameters: &bytes,
             grid_id: 1,
+            workspace: 0,
             print: &print,
         };
         grid::run(&launch, shape.cooperative)

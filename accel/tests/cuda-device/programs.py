@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""CUDA programs, compiled by NVIDIA's own nvcc against its unmodified runtime, on the test device.
+
+programs.py --target DIR            two programs, runtime 13.5 as a shared library
+programs.py --target DIR --long     all programs with the shared and the static runtime of 13.5 and the shared one of 12.9, and NVRTC of both
+
+The compiler and runtimes come from PyPI into the cache (TOMBOLO_CACHE), once.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+SOURCES = HERE.parent / "cuda"
+CACHE = pathlib.Path(os.environ.get("TOMBOLO_CACHE", HERE.parents[2] / ".cache")) / "cuda-device"
+PROGRAMS = ["gemm", "reduce", "streams", "memory", "functions", "groups"]
+SHORT = ["reduce", "streams"]
+NVCC = ["nvidia-cuda-nvcc==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-nvvm==13.5.37", "nvidia-cuda-runtime==13.5.37", "nvidia-cuda-cccl==13.3.5.0.6"]
+# No nvcc is packaged for 12.9: its runtime is linked to what nvcc 13.5 compiles.
+OTHERS = ["nvidia-cuda-nvrtc==13.5.37", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvrtc-cu12==12.9.86"]
+
+
+def packages(names):
+    """The folder `nvidia` of a virtual environment with these packages."""
+    place = CACHE / "venv"
+    if not (place / "bin/pip").exists():
+        subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    stamp = place / ("have-" + "-".join(sorted(name.split("==")[0] for name in names))[:100])
+    if not stamp.exists():
+        subprocess.run([place / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *names], check=True)
+        stamp.touch()
+    (nvidia,) = place.glob("lib/python3*/site-packages/nvidia")
+    # The linker looks for names without versions.
+    for library in nvidia.glob("*/lib/lib*.so.1[23]"):
+        plain = library.with_name(library.name.rsplit(".", 1)[0])
+        if not plain.exists():
+            plain.symlink_to(library.name)
+    return nvidia
+
+
+def driver(target):
+    """A folder with the device under the name that programs look for."""
+    folder = CACHE / "driver"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libcuda.so.1"
+    fresh = folder / f"fresh-{os.getpid()}"
+    fresh.symlink_to((target / "libtombolo_cuda_device.so").resolve())
+    fresh.replace(link)
+    return folder
+
+
+def compile_program(nvidia, name, runtime):
+    """The program, linked with the runtime: shared, static or 12.9."""
+    toolkit = nvidia / "cu13"
+    program = CACHE / f"{name}-{runtime}"
+    link = {
+        "shared": ["-cudart", "shared", f"-L{toolkit}/lib"],
+        "static": ["-cudart", "static", f"-L{toolkit}/lib"],
+        "12.9": ["-cudart", "none", f"-L{nvidia}/cuda_runtime/lib", "-lcudart"],
+    }[runtime]
+    command = [toolkit / "bin/nvcc", "-std=c++17", "-arch=compute_80", "-code=compute_80", SOURCES / f"{name}.cu", "-o", program, *link]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name}: nvcc failed\n{done.stdout}{done.stderr}")
+    return program
+
+
+def compile_c(nvidia, name, release):
+    folder = nvidia / ("cu13" if release == "13" else "cuda_nvrtc")
+    headers = nvidia / "cu13/include"
+    program = CACHE / f"{name}-nvrtc-{release}"
+    command = ["cc", "-O1", f"-I{headers}", SOURCES / f"{name}.c", "-o", program, f"-L{folder}/lib", "-lnvrtc", f"-L{CACHE}/driver", "-l:libcuda.so.1"]
+    subprocess.run(command, check=True)
+    return program, folder / "lib"
+
+
+def run(label, program, libraries):
+    """Runs a program, which ends with `ok`. Returns whether it did."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))}
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300, env=environment)
+    good = done.returncode == 0 and done.stdout.endswith("ok\n")
+    print(f"{'ok    ' if good else 'FAILED'} {label}")
+    if not good:
+        print(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
+    return good
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=pathlib.Path, required=True, help="cargo's target folder with the built device")
+    parser.add_argument("--long", action="store_true")
+    arguments = parser.parse_args()
+    nvidia = packages(NVCC + OTHERS if arguments.long else NVCC)
+    device = driver(arguments.target)
+    good = True
+    for name in PROGRAMS if arguments.long else SHORT:
+        for runtime in ["shared", "static", "12.9"] if arguments.long else ["shared"]:
+            libraries = [device, nvidia / ("cuda_runtime/lib" if runtime == "12.9" else "cu13/lib")]
+            good &= run(f"{name}, runtime {runtime}", compile_program(nvidia, name, runtime), libraries)
+    for release in ["13", "12"] if arguments.long else []:
+        program, library = compile_c(nvidia, "nvrtc", release)
+        good &= run(f"nvrtc {release}", program, [device, library])
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

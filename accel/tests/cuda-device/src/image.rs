@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Images of device code: PTX text, a fat binary, or the wrapper that programs register, of version 1 (one fat binary) or 2 (a list of them, which are linked).
+//! PTX inside may be compressed, by LZ4 or Zstandard. An ELF image holds instructions of one GPU model, which this device is not.
+
+use std::io::Read as _;
+
+#[derive(Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// Neither text nor a known format, or damaged.
+    Invalid(String),
+    /// No PTX for this device's compute capability.
+    NoBinary,
+}
+
+const WRAPPER: u32 = 0x4662_43b1;
+const FAT: u32 = 0xba55_ed50;
+const ELF: u32 = 0x464c_457f;
+const FILE_HEADER: usize = 64;
+const KIND_PTX: u16 = 1;
+const LZ4: u64 = 0x2000;
+const ZSTD: u64 = 0x8000;
+/// The compute capability for which PTX is taken.
+pub const ARCHITECTURE: u32 = 90;
+/// More than any compiler's output, so that a damaged size is found before it is allocated.
+const LONGEST: u64 = 1 << 30;
+
+/// The PTX texts of the image at an address: one for each fat binary in it.
+///
+/// # Safety
+/// The address is that of an image as cuModuleLoadData takes it, which ends where its headers say, or is a C string.
+pub unsafe fn texts(image: *const u8) -> Result<Vec<String>, Refused> {
+    // SAFETY: every kind of image has four bytes, except for a text that is shorter: it is read to its end only.
+    unsafe {
+        if first_word(image) == Some(WRAPPER) {
+            let version = image.add(4).cast::<u32>().read_unaligned();
+            let pointers = image.add(8).cast::<*const u8>();
+            if version == 1 {
+                return Ok(vec![fat_text(fat_bytes(pointers.read_unaligned())?)?]);
+            }
+            let mut list = pointers.add(1).read_unaligned().cast::<*const u8>();
+            let mut texts = Vec::new();
+            while !list.read_unaligned().is_null() {
+                texts.push(fat_text(fat_bytes(list.read_unaligned())?)?);
+                list = list.add(1);
+            }
+            return Ok(texts);
+        }
+        match first_word(image) {
+            Some(FAT) => Ok(vec![fat_text(fat_bytes(image)?)?]),
+            Some(ELF) => Err(Refused::NoBinary),
+            _ => Ok(vec![
+                std::ffi::CStr::from_ptr(image.cast())
+                    .to_str()
+                    .map_err(|_| Refused::Invalid("the image is no text".to_owned()))?
+                    .to_owned(),
+            ]),
+        }
+    }
+}
+
+/// The first four bytes, unless a text ends within them.
+unsafe fn first_word(image: *const u8) -> Option<u32> {
+    let mut word = [0; 4];
+    for (at, byte) in word.iter_mut().enumerate() {
+        // SAFETY: the image has not ended before this byte: none of those before is zero.
+        *byte = unsafe { *image.add(at) };
+        if *byte == 0 {
+            return None;
+        }
+    }
+    Some(u32::from_le_bytes(word))
+}
+
+/// The whole fat binary, header included.
+unsafe fn fat_bytes<'a>(at: *const u8) -> Result<&'a [u8], Refused> {
+    // SAFETY: a fat binary begins with a header of 16 bytes, which says how long it is.
+    unsafe {
+        if at.is_null() || at.cast::<u32>().read_unaligned() != FAT {
+            return Err(Refused::Invalid("no fat binary where the wrapper points".to_owned()));
+        }
+        let header = usize::from(at.add(6).cast::<u16>().read_unaligned());
+        let files = at.add(8).cast::<u64>().read_unaligned() as usize;
+        Ok(std::slice::from_raw_parts(at, header + files))
+    }
+}
+
+fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
+    bytes.get(at..at + N)?.try_into().ok()
+}
+
+/// The PTX with the highest compute capability that the device has.
+pub fn fat_text(bytes: &[u8]) -> Result<String, Refused> {
+    let damaged = || Refused::Invalid("a damaged fat binary".to_owned());
+    let mut at = usize::from(u16::from_le_bytes(field(bytes, 6).ok_or_else(damaged)?));
+    let mut best: Option<(u32, &[u8])> = None;
+    while at + FILE_HEADER <= bytes.len() {
+        let file = &bytes[at..];
+        let kind = u16::from_le_bytes(field(file, 0).ok_or_else(damaged)?);
+        let header = u32::from_le_bytes(field(file, 4).ok_or_else(damaged)?) as usize;
+        let size = u64::from_le_bytes(field(file, 8).ok_or_else(damaged)?) as usize;
+        let architecture = u32::from_le_bytes(field(file, 28).ok_or_else(damaged)?);
+        let end = header
+            .checked_add(size)
+            .filter(|&end| header >= FILE_HEADER && end <= file.len())
+            .ok_or_else(damaged)?;
+        if kind == KIND_PTX
+            && architecture <= ARCHITECTURE
+            && best.is_none_or(|(other, _)| other < architecture)
+        {
+            best = Some((architecture, &file[..end]));
+        }
+        at += end;
+    }
+    let (_, file) = best.ok_or(Refused::NoBinary)?;
+    let text = payload(file).ok_or_else(damaged)?;
+    let text = String::from_utf8(text).map_err(|_| damaged())?;
+    Ok(text.trim_end_matches('\0').to_owned())
+}
+
+fn payload(file: &[u8]) -> Option<Vec<u8>> {
+    let header = u32::from_le_bytes(field(file, 4)?) as usize;
+    let compressed = u32::from_le_bytes(field(file, 16)?) as usize;
+    let flags = u64::from_le_bytes(field(file, 40)?);
+    let size = u64::from_le_bytes(field(file, 56)?);
+    if flags & (LZ4 | ZSTD) == 0 {
+        return Some(file[header..].to_vec());
+    }
+    let bytes = file.get(header..header.checked_add(compressed)?)?;
+    if size > LONGEST {
+        return None;
+    }
+    if flags & LZ4 != 0 {
+        return lz4_flex::block::decompress(bytes, size as usize).ok();
+    }
+    let mut text = Vec::new();
+    ruzstd::decoding::StreamingDecoder::new(bytes).ok()?.take(LONGEST).read_to_end(&mut text).ok()?;
+    Some(text)
+}
