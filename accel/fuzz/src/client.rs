@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A session without a client: requests are carried out as if they had come in, replies are dropped.
 
-use crate::driver;
+use crate::{cuda, driver};
 use std::sync::Arc;
+use tombolo_accel_server::cuda::Cuda;
 use tombolo_accel_server::figures::Figures;
 use tombolo_accel_server::limits::{Bucket, Limits};
 use tombolo_accel_server::opencl::OpenCl;
 use tombolo_accel_server::session::Session;
 use tombolo_accel_spec::common::Snapshot;
-use tombolo_accel_spec::wire::{Record, Request, WANTS_REPLY};
+use tombolo_accel_spec::cuda as wire;
+use tombolo_accel_spec::wire::{Encoder, Record, Request, WANTS_REPLY};
 use tombolo_calls::children::NotInChildren;
 use tombolo_calls::memory::Mapping;
 use tombolo_calls::{Bell, Error, Link, Rx, Tx, Window};
@@ -61,22 +63,44 @@ impl Bell for Silence {
     fn ring(&self) {}
 }
 
+/// An API, on a driver that does nothing.
+#[derive(Clone, Copy)]
+enum Driver {
+    OpenCl(&'static OpenCl),
+    Cuda(&'static Cuda),
+}
+
 pub struct Client {
     session: Arc<Session>,
-    api: &'static OpenCl,
+    api: Driver,
     /// The window, between two pieces of its own length that stay zero.
     memory: Arc<Mapping>,
 }
 
-impl Default for Client {
-    fn default() -> Self {
-        Client::new()
-    }
-}
-
 impl Client {
-    /// A session on the driver that does nothing.
-    pub fn new() -> Client {
+    /// A session of OpenCL.
+    pub fn of_opencl() -> Client {
+        Client::new(|limits, session| {
+            // SAFETY: functions with the parameters of the API's, or fewer.
+            let api = unsafe { OpenCl::with(limits, None, driver::find) };
+            api.attach(session);
+            session.set_api(Arc::new(api));
+            Driver::OpenCl(api)
+        })
+    }
+
+    /// A session of CUDA.
+    pub fn of_cuda() -> Client {
+        Client::new(|limits, session| {
+            // SAFETY: functions with the parameters of the API's, or fewer.
+            let api = unsafe { Cuda::with(limits, None, cuda::find) }.expect("the driver takes every call");
+            api.attach(session);
+            session.set_api(Arc::new(api));
+            Driver::Cuda(api)
+        })
+    }
+
+    fn new(api: impl FnOnce(Limits, &Arc<Session>) -> Driver) -> Client {
         let memory = Arc::new(Mapping::private(3 * WINDOW).expect("memory"));
         let window = Arc::new(Window::new(memory.clone(), WINDOW as u64, WINDOW as u64).expect("it fits"));
         let (figures, page) = Figures::new().expect("a page");
@@ -85,16 +109,30 @@ impl Client {
         let link = Link { tx: Box::new(Sink), rx: Box::new(Nothing), bell, room, window, gone };
         let limits = Limits { memory: 1 << 20, objects: 1000, ..Limits::default() };
         let session = Session::new(link, Bucket::new(limits.rate, None), figures);
-        // SAFETY: functions with the parameters of the API's, or fewer.
-        let api = unsafe { OpenCl::with(limits, None, driver::find) };
-        api.attach(&session);
-        session.set_api(Arc::new(api));
+        let api = api(limits, &session);
         Client { session, api, memory }
     }
 
-    /// The first request of every client.
+    /// The first requests of every client. One of CUDA has a context, whose number is 1, memory, a module, a function, a stream and an event.
     pub fn begin(&mut self) {
         self.request(Snapshot::ID, true, &[]);
+        if let Driver::OpenCl(_) = self.api {
+            return;
+        }
+        let current = 1;
+        self.record(&wire::DevicePrimaryCtxRetain { dev: 0, new: current });
+        self.record(&wire::MemAllocV2 { bytesize: 4096, current });
+        let (image, options, values) = (&b"a module\0"[..], [][..].into(), [][..].into());
+        self.record(&wire::ModuleLoadDataEx { image, options, values, new: 2, current });
+        self.record(&wire::ModuleGetFunction { hmod: 2, name: b"f", new: 3, current });
+        self.record(&wire::StreamCreate { phStream: 4, Flags: 0, current });
+        self.record(&wire::EventCreate { phEvent: 5, Flags: 0, current });
+    }
+
+    fn record<'a, R: Record<'a>>(&mut self, record: &R) {
+        let mut body = Vec::new();
+        record.encode(&mut Encoder::new(&mut body));
+        self.request(R::ID, true, &body);
     }
 
     /// Carries a request out. It decodes, so the session goes on.
@@ -109,7 +147,10 @@ impl Client {
 
     /// Gives everything back, and looks whether the driver left the window.
     pub fn end(&mut self) {
-        self.api.release_all();
+        match self.api {
+            Driver::OpenCl(api) => api.release_all(),
+            Driver::Cuda(api) => api.release_all(),
+        }
         for piece in [0, 2 * WINDOW] {
             // SAFETY: inside the mapping, which this test alone uses.
             let bytes = unsafe { std::slice::from_raw_parts(self.memory.base().add(piece), WINDOW) };

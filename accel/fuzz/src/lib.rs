@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A client that says anything, for libFuzzer: `run.sh`.
 //!
-//! The first byte of an input chooses. Even: what follows is the body of one function's record, taken as it is: what decodes must encode to
+//! The first byte of an input chooses: the second bit the API, the first one what is done. Even: what follows is the body of one function's record, taken as it is: what decodes must encode to
 //! what decodes to the same. Odd: the rest is a source of numbers from which requests are made that decode, with values that
 //! may make no sense; a session carries them out, with checks and tables as in a worker, on a driver that does nothing but touch
 //! the memory it is given.
 //!
-//! - [`driver`]: that driver.
+//! - [`driver`], [`cuda`]: these drivers.
 //! - [`client`]: the session, its link and its window.
 
 pub mod client;
+pub mod cuda;
 pub mod driver;
 
 use client::Client;
 use std::sync::{Mutex, OnceLock};
-use tombolo_accel_spec::opencl::{FUNCTIONS, recode};
+use tombolo_accel_spec::wire::Malformed;
+use tombolo_accel_spec::{cuda as cuda_wire, opencl};
 
 /// The most requests of an input.
 const REQUESTS: usize = 24;
@@ -41,29 +43,41 @@ impl Numbers<'_> {
     }
 }
 
-fn records(body: &[u8]) {
+/// What is generated from the declarations of an API.
+struct Api {
+    functions: &'static [(u32, &'static str)],
+    recode: fn(u32, &[u8], &mut Vec<u8>) -> Option<Result<(), Malformed>>,
+    make: fn(u32, &mut dyn FnMut() -> u64, &mut Vec<u8>) -> bool,
+    /// Small numbers stay below this, so that many of them name an object that there is.
+    small: u64,
+}
+
+const OPENCL: Api =
+    Api { functions: opencl::FUNCTIONS, recode: opencl::recode, make: opencl::make, small: 256 };
+const CUDA: Api =
+    Api { functions: cuda_wire::FUNCTIONS, recode: cuda_wire::recode, make: cuda_wire::make, small: 7 };
+
+fn records(api: &Api, body: &[u8]) {
     let Some((which, body)) = body.split_first() else { return };
-    let (id, name) = FUNCTIONS[*which as usize % FUNCTIONS.len()];
+    let (id, name) = api.functions[*which as usize % api.functions.len()];
     let (mut once, mut twice) = (Vec::new(), Vec::new());
-    if let Some(Ok(())) = recode(id, body, &mut once) {
+    if let Some(Ok(())) = (api.recode)(id, body, &mut once) {
         assert_eq!(once.len(), body.len(), "{name}");
-        assert_eq!(recode(id, &once, &mut twice), Some(Ok(())), "{name}");
+        assert_eq!((api.recode)(id, &once, &mut twice), Some(Ok(())), "{name}");
         assert_eq!(once, twice, "{name}");
     }
 }
 
-fn requests(bytes: &[u8]) {
-    // One session for all inputs: a driver's state is never freed. Each input finds it as the first did.
-    static CLIENT: OnceLock<Mutex<Client>> = OnceLock::new();
-    let client = CLIENT.get_or_init(|| Mutex::new(Client::new()));
+fn requests(api: &Api, client: &Mutex<Client>, bytes: &[u8]) {
     let mut client = client.lock().expect("a panic ends the process");
     client.begin();
     let mut numbers = Numbers(bytes);
     for _ in 0..REQUESTS {
         let (Some(which), Some(waits)) = (numbers.byte(), numbers.byte()) else { break };
-        let (id, _) = FUNCTIONS[which as usize % FUNCTIONS.len()];
+        let (id, _) = api.functions[which as usize % api.functions.len()];
         let mut body = Vec::new();
-        if tombolo_accel_spec::opencl::make(id, &mut || numbers.next(), &mut body) {
+        let small = |n: u64| if n < 200 { n % api.small } else { n };
+        if (api.make)(id, &mut || small(numbers.next()), &mut body) {
             client.request(id, waits % 2 == 1, &body);
         }
     }
@@ -72,10 +86,14 @@ fn requests(bytes: &[u8]) {
 
 /// One input.
 pub fn one(input: &[u8]) {
-    match input.split_first() {
-        Some((mode, rest)) if mode % 2 == 0 => records(rest),
-        Some((_, rest)) => requests(rest),
-        None => {}
+    // One session of each API for all inputs: a driver's state is never freed. Each input finds it as the first did.
+    static CLIENTS: [OnceLock<Mutex<Client>>; 2] = [const { OnceLock::new() }; 2];
+    let Some((mode, rest)) = input.split_first() else { return };
+    match mode % 4 {
+        0 => records(&OPENCL, rest),
+        1 => requests(&OPENCL, CLIENTS[0].get_or_init(|| Mutex::new(Client::of_opencl())), rest),
+        2 => records(&CUDA, rest),
+        _ => requests(&CUDA, CLIENTS[1].get_or_init(|| Mutex::new(Client::of_cuda())), rest),
     }
 }
 
@@ -87,7 +105,7 @@ mod tests {
 
     #[test]
     fn no_input_makes_a_session_panic_or_lets_the_driver_leave_the_window() {
-        for seed in 1..=300u64 {
+        for seed in 1..=600u64 {
             let input: Vec<u8> = bytes(seed).take(200).collect();
             super::one(&input);
         }

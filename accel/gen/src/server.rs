@@ -126,6 +126,9 @@ fn handler(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
     if let (Class::Enqueue, Some(field)) = (&f.class, blocking(f)) {
         writeln!(out, "    if r.{field} != 0 {{\n        cx.may_block()?;\n    }}")?;
     }
+    if f.is("blocks") {
+        writeln!(out, "    cx.may_block()?;")?;
+    }
     let args = args.join(", ");
     let comma = if args.is_empty() { "" } else { ", " };
     writeln!(
@@ -156,9 +159,6 @@ fn handler(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
             kind.to_uppercase()
         ),
         _ => {
-            if f.is("blocks") {
-                writeln!(out, "    cx.may_block()?;")?;
-            }
             writeln!(out, "    cx.status(unsafe {{ f({args}) }})?;")?;
             for p in &f.params {
                 if let Type::Out(t) = &p.ty {

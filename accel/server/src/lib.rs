@@ -19,11 +19,13 @@
 //! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
 //! - [`limits`]: what a client may use.
 //! - [`opencl`]: OpenCL: generated decoders, hand-written handlers.
+//! - [`cuda`]: the CUDA driver API: the same.
 //! - [`cli`]: `tombolo accel`.
 
 pub mod account;
 pub mod cli;
 pub mod control;
+pub mod cuda;
 pub mod figures;
 pub mod limits;
 pub mod listen;

@@ -10,6 +10,7 @@ use crate::signals;
 use crate::tenants::{Full, Guest, Tenants};
 use crate::vm;
 use crate::wall::identity;
+use crate::worker;
 use crate::workers::{self, Caller, Confinement, Origin};
 use anyhow::Context;
 use rustix::pipe::PipeFlags;
@@ -24,7 +25,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
-use tombolo_accel_spec::opencl as wire;
 use tombolo_brief::aside::Aside;
 use tombolo_brief::{self as brief, Brief};
 use tombolo_calls::hello::Hello;
@@ -311,7 +311,7 @@ impl Server {
             Err(Error::Closed) => return,
             Err(e) => return self.seldom.say(format_args!("handshake with {}: {e}", guest.peer())),
         };
-        if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
+        if let Err(why) = worker::understands(&hello) {
             self.refuse(socket, &why.to_string());
             return self.seldom.say(format_args!("{}, of {}: {why}", hello.name, guest.peer()));
         }

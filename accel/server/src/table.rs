@@ -128,6 +128,24 @@ impl<X> Table<X> {
         Ok((entry.native.ok(), entry.extra))
     }
 
+    /// The ids of the objects of which this is true.
+    pub fn ids(&self, is: impl Fn(&X) -> bool) -> Vec<u64> {
+        let id =
+            |(at, e): (usize, &Entry<X>)| is(&e.extra).then(|| u64::from(e.generation) << 32 | at as u64);
+        let there = self.slots.iter().enumerate().filter_map(|(at, slot)| Some((at, slot.as_ref()?)));
+        there.filter_map(id).collect()
+    }
+
+    /// Takes the objects out of which this is true: their ids, and what was kept.
+    pub fn take_if(&mut self, is: impl Fn(&X) -> bool) -> Vec<(u64, X)> {
+        let ids = self.ids(is);
+        let taken = ids.iter().filter_map(|id| self.slots[*id as u32 as usize].take());
+        let all: Vec<(u64, X)> = ids.iter().copied().zip(taken.map(|e| e.extra)).collect();
+        self.live -= all.len();
+        self.give_back(all.len() as u64);
+        all
+    }
+
     /// Takes everything out: kind, native handle, and what was kept; last created first within a kind.
     pub fn drain(&mut self) -> Vec<(u32, usize, X)> {
         self.give_back(self.live as u64);
@@ -179,6 +197,17 @@ mod tests {
         b.put(1, 2, Ok(4), ()).expect("one has gone");
         b.drain();
         a.put(1, 1, Ok(1), ()).expect("two have gone");
+    }
+
+    #[test]
+    fn objects_are_taken_out_by_what_was_kept_of_them() {
+        let mut t = Table::new(4);
+        for (id, extra) in [(1, 'a'), (5 << 32 | 2, 'b'), (3, 'a')] {
+            t.put(1, id, Ok(1), extra).expect("vacant");
+        }
+        assert_eq!(t.ids(|extra| *extra == 'b'), [5 << 32 | 2]);
+        assert_eq!(t.take_if(|extra| *extra == 'a'), [(1, 'a'), (3, 'a')]);
+        assert_eq!((t.live(), t.get(1, 1), t.get(1, 5 << 32 | 2)), (1, Err(Fault::Invalid), Ok(1)));
     }
 
     #[test]

@@ -3,10 +3,11 @@
 //! client is gone.
 
 use crate::account::Account;
+use crate::cuda::Cuda;
 use crate::figures::Figures;
 use crate::limits::{Bucket, Limits};
 use crate::opencl::{Device, OpenCl};
-use crate::session::Session;
+use crate::session::{Api, Session};
 use crate::wall::calls::Again;
 use crate::wall::{self, Wall};
 use crate::workers::Place;
@@ -20,7 +21,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tempfile::TempDir;
-use tombolo_accel_spec::opencl as wire;
+use tombolo_accel_spec::{cuda, opencl};
 use tombolo_calls::hello::{Geometry, Hello};
 use tombolo_calls::say;
 use tombolo_calls::{Error, Link, process, stream, zone};
@@ -144,29 +145,23 @@ pub fn run(
     let Some(caller) = called(place.as_ref())? else { return Ok(()) };
     let hello = caller.hello().clone();
     figures.set_name(&hello.name);
-    if let Err(why) = hello.fits(wire::API, wire::IDENTITY) {
-        caller.refuse(&why.to_string())?;
-        bail!("{}: {why}", hello.name);
-    }
-    let api = match OpenCl::load(limits.clone(), account) {
-        Ok(api) => Arc::new(api),
-        Err(e) => {
-            caller.refuse(&format!("the server can't load OpenCL: {e}"))?;
-            bail!("{e}");
+    let api = match asked(&hello, limits, account) {
+        Ok(api) => api,
+        Err(why) => {
+            caller.refuse(&why)?;
+            bail!("{}: {why}", hello.name);
         }
     };
     let doorbell = caller.doorbell();
     let link = caller.accept(limits)?;
     // The driver is loaded with its devices, and nothing that the client sent was carried out yet.
-    let on_processors = api.devices().iter().all(|device| device.is_processor);
-    if wall.is_some() && on_processors {
+    if wall.is_some() && api.is_of_processors() {
         wall::limits::addresses().context("limits")?;
     }
     wall::calls::filter(Again::inside(link.window.mapping()), doorbell)?;
     let session = Session::new(link, bucket, figures);
-    api.attach(&session);
-    api.capture_output().context("standard output")?;
-    match session.run(api.clone()) {
+    api.attach(&session).context("standard output")?;
+    match session.run(api.api()) {
         Error::Closed => {}
         why => say!("tombolo accel: client {}: {why}", hello.name),
     }
@@ -188,6 +183,66 @@ fn share_by_session(nice: i32) {
             _ => return,
         }
     }
+}
+
+/// A driver for one client.
+trait Driver {
+    /// Ties it to its client.
+    fn attach(&self, session: &Arc<Session>) -> std::io::Result<()>;
+    /// Returns whether its devices are the host's processors: then its kernels run in this process.
+    fn is_of_processors(&self) -> bool;
+    fn api(&self) -> Arc<dyn Api>;
+}
+
+impl Driver for &'static OpenCl {
+    fn attach(&self, session: &Arc<Session>) -> std::io::Result<()> {
+        OpenCl::attach(self, session);
+        self.capture_output()
+    }
+
+    fn is_of_processors(&self) -> bool {
+        self.devices().iter().all(|device| device.is_processor)
+    }
+
+    fn api(&self) -> Arc<dyn Api> {
+        Arc::new(*self)
+    }
+}
+
+impl Driver for &'static Cuda {
+    fn attach(&self, session: &Arc<Session>) -> std::io::Result<()> {
+        Cuda::attach(self, session);
+        Ok(())
+    }
+
+    /// A driver of GPUs reserves far more addresses than it has memory.
+    fn is_of_processors(&self) -> bool {
+        false
+    }
+
+    fn api(&self) -> Arc<dyn Api> {
+        Arc::new(*self)
+    }
+}
+
+/// Returns why a client can't be served: it asks for an API that there is none of, or was built from other declarations.
+pub fn understands(hello: &Hello) -> Result<(), Error> {
+    if hello.api == cuda::API {
+        return hello.fits(cuda::API, cuda::IDENTITY);
+    }
+    hello.fits(opencl::API, opencl::IDENTITY)
+}
+
+/// Loads the driver of the API that a client asks for.
+fn asked(hello: &Hello, limits: &Limits, account: Option<Arc<Account>>) -> Result<Box<dyn Driver>, String> {
+    understands(hello).map_err(|why| why.to_string())?;
+    let limits = limits.clone();
+    if hello.api == cuda::API {
+        let cuda = Cuda::load(limits, account).map_err(|e| format!("the server can't load CUDA: {e}"))?;
+        return Ok(Box::new(cuda));
+    }
+    let opencl = OpenCl::load(limits, account).map_err(|e| format!("the server can't load OpenCL: {e}"))?;
+    Ok(Box::new(opencl))
 }
 
 /// Clients share the compiled kernels there, which only clients that trust each other should. A confined worker does not see it.

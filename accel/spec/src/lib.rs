@@ -5,10 +5,12 @@
 //! - [`common`]: records that every API has: the snapshot, releases, pings.
 //! - [`opencl`]: the constants, structures and records of OpenCL, generated from `opencl.api`.
 //! - [`cuda`]: those of the CUDA driver API, from `cuda.api`, and the names under which it exports its functions.
+//! - [`code`]: images of device code, as CUDA programs have them.
 //! - [`image`], [`rectangle`]: the arithmetic of OpenCL's images and rectangles.
 
 #![deny(missing_docs)]
 
+pub mod code;
 pub mod common;
 pub mod image;
 pub mod rectangle;

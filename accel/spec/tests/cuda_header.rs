@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The declarations of `cuda.api` are those of NVIDIA's cuda.h: a C++ compiler compares each.
+//! The declarations of `cuda.api` are those of NVIDIA's cuda.h: a C++ compiler compares each; and docs/cuda-functions.md lists them.
 
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
 use tombolo_accel_gen::api::{Api, Class, Function, Type};
-use tombolo_accel_gen::parse;
+use tombolo_accel_gen::{doc, parse};
 use tombolo_accel_spec::CUDA_API;
 
 /// What a parameter's C type must be.
@@ -110,4 +110,14 @@ fn every_declaration_is_that_of_the_header_and_every_function_of_the_header_is_d
     for name in names {
         assert!(symbols.iter().any(|symbol| symbol == name), "{name} has no declaration");
     }
+}
+
+#[test]
+fn the_page_of_functions_is_what_the_generator_writes() {
+    let api = parse::parse(CUDA_API).expect("the declarations");
+    let page = include_str!("../../../docs/cuda-functions.md");
+    assert!(
+        page.ends_with(&doc::page(&api)),
+        "write it anew: cargo run -p tombolo-accel-gen accel/spec/cuda.api"
+    );
 }

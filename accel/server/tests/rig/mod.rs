@@ -71,14 +71,18 @@ pub fn compile(source: &Path, program: &Path) {
 
 /// The same, with further options.
 pub fn compile_with(source: &Path, program: &Path, options: &[&str]) {
+    compile_for(program, |fresh| {
+        let mut command = Command::new("cc");
+        command.args(["-O1", "-Wno-deprecated-declarations"]).args(options).arg(source).arg("-o");
+        command.arg(fresh).args(["-lOpenCL", "-lpthread"]);
+        command
+    });
+}
+
+/// The same by any compiler, which is told where its output goes.
+pub fn compile_for(program: &Path, compiler: impl FnOnce(&Path) -> Command) {
     let fresh = program.with_extension(format!("{}", std::process::id()));
-    run(Command::new("cc")
-        .args(["-O1", "-Wno-deprecated-declarations"])
-        .args(options)
-        .arg(source)
-        .arg("-o")
-        .arg(&fresh)
-        .args(["-lOpenCL", "-lpthread"]));
+    run(&mut compiler(&fresh));
     std::fs::rename(&fresh, program).expect("renamed");
 }
 

@@ -13,6 +13,7 @@ pub const PARAM_WINDOW: u64 = 3 << 48;
 /// Addresses of functions.
 pub const CODE_WINDOW: u64 = 4 << 48;
 
+const PAGE: usize = 4096;
 const GRANULE: usize = 256;
 /// cuMemAlloc's alignment.
 pub const ALIGNMENT: usize = 512;
@@ -33,27 +34,22 @@ struct Blocks {
 }
 
 /// Anonymous memory that costs nothing until it is touched.
-fn reserve(size: usize) -> std::io::Result<usize> {
+fn reserve(size: usize, access: libc::c_int) -> std::io::Result<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: a new private mapping; no address is given.
-    let at = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            size,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-            -1,
-            0,
-        )
-    };
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), size, access, flags, -1, 0) };
     if at == libc::MAP_FAILED { Err(std::io::Error::last_os_error()) } else { Ok(at as usize) }
 }
+
+const ACCESS: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 
 impl Arena {
     /// Lives as long as the process, as device memory does.
     pub fn new(size: usize) -> std::io::Result<Arena> {
-        let base = reserve(size)?;
+        // Memory that may be written to counts against RLIMIT_DATA, so that comes with each allocation.
+        let base = reserve(size, libc::PROT_NONE)?;
         let words = size / GRANULE / 64;
-        let map = reserve(words * 8)?;
+        let map = reserve(words * 8, ACCESS)?;
         // SAFETY: a zeroed mapping of this size that is never unmapped; AtomicU64 has u64's layout.
         let granules = unsafe { std::slice::from_raw_parts(map as *const AtomicU64, words) };
         let blocks = Mutex::new(Blocks { used: BTreeMap::new(), free: BTreeMap::from([(base, size)]) });
@@ -69,6 +65,11 @@ impl Arena {
             let start = gap.next_multiple_of(align);
             (start + len <= gap + gap_len).then_some((gap, gap_len, start))
         })?;
+        let pages = (start & !(PAGE - 1), (start + len).next_multiple_of(PAGE));
+        // SAFETY: pages of the arena, which others that lie in them may use already.
+        if unsafe { libc::mprotect(pages.0 as *mut libc::c_void, pages.1 - pages.0, ACCESS) } < 0 {
+            return None;
+        }
         blocks.free.remove(&gap);
         if start > gap {
             blocks.free.insert(gap, start - gap);
