@@ -280,10 +280,15 @@ fn takes_part(
         Ok(()) => Ok(true),
         Err(e) if system.name == TOMBOLO || interrupt::is_asked() => Err(e),
         Err(e) => {
-            results.leave_out(system.name, &format!("{e:#}"))?;
+            results.leave_out(system.name, last_line(&format!("{e:#}")))?;
             Ok(false)
         }
     }
+}
+
+/// The last line of an error, which has the words of the program that failed: those before it are the script that called it.
+fn last_line(error: &str) -> &str {
+    error.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or(error)
 }
 
 /// Runs one part of the bench on each system, and keeps the systems that could do it.
@@ -407,6 +412,13 @@ mod tests {
     fn only(plan: Plan, words: &[&str]) -> Plan {
         let only = words.iter().map(|word| (*word).to_owned()).collect();
         Plan { matrix: Matrix { only, ..plan.matrix }, ..plan }
+    }
+
+    #[test]
+    fn a_peers_reason_is_the_last_line_of_what_its_script_said() {
+        let said = "in VM bench, exit status: 1: set -e; mkdir -p /mnt/nfs\nmount $nfs_host:/bench\nmount: failed: no such file\n\n";
+        assert_eq!(last_line(said), "mount: failed: no such file");
+        assert_eq!(last_line("virtiofsd is not installed"), "virtiofsd is not installed");
     }
 
     #[test]
