@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/fanotify.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -224,7 +225,7 @@ static int attributes(char **a)
 	struct timespec times[2] = {{1000000000, 123456789}, {1, 999999999}};
 	struct stat st;
 	struct statx sx;
-	int fd = open(f, O_RDWR | O_CREAT | O_EXCL, 0640), flags;
+	int fd = open(f, O_RDWR | O_CREAT | O_EXCL, 0640), flags, status;
 	pid_t pid;
 
 	CHECK(fd >= 0 && !chmod(f, 04755) && !chown(f, 1000, 1001) && !stat(f, &st) && st.st_uid == 1000 && st.st_gid == 1001);
@@ -232,6 +233,26 @@ static int attributes(char **a)
 	CHECK(!utimensat(AT_FDCWD, f, times, 0) && !stat(f, &st));
 	CHECK(st.st_atim.tv_sec == 1000000000 && st.st_atim.tv_nsec == 123456789 && st.st_mtim.tv_sec == 1 && st.st_mtim.tv_nsec == 999999999);
 	CHECK(!statx(AT_FDCWD, f, 0, STATX_ALL, &sx) && sx.stx_mask & STATX_BTIME && sx.stx_btime.tv_sec > 1600000000);
+	/* the last time that the file system stores, as FUSE mounts of the host have it */
+	times[0] = times[1] = (struct timespec){1ll << 34, 5};
+	CHECK(!utimensat(AT_FDCWD, f, times, 0) && !stat(f, &st) && st.st_mtim.tv_sec == 9223372035 && !st.st_mtim.tv_nsec);
+	/* neither leases, which would not exclude other members, nor flags that the file system does not have */
+	FAILS(fcntl(fd, F_SETLEASE, F_WRLCK), EINVAL);
+	flags = FS_NODUMP_FL;
+	FAILS(ioctl(fd, FS_IOC_SETFLAGS, &flags), EOPNOTSUPP);
+	/* changes by a process that is not in the group clear setgid, also where the group may not execute the file */
+	for (int way = 0; way < 3; way++) {
+		CHECK(!chmod(f, 02666));
+		pid = fork();
+		if (!pid) {
+			CHECK(!setgid(2000) && !setuid(2000));
+			int g = open(f, O_WRONLY);
+			CHECK(g >= 0 && (way == 0 ? !fallocate(g, 0, 0, 8192) : way == 1 ? write(g, "x", 1) == 1 : !ftruncate(g, 0)));
+			CHECK(!fstat(g, &st) && (st.st_mode & 07777) == 0666);
+			exit(0);
+		}
+		CHECK(waitpid(pid, &status, 0) == pid && !status);
+	}
 	/* a write by a process without privilege clears setuid */
 	CHECK(!chmod(f, 06777));
 	if (!(pid = fork())) {
@@ -242,7 +263,6 @@ static int attributes(char **a)
 		FAILS(open(at(a[0], "../root-only"), O_RDONLY), ENOENT);
 		exit(0);
 	}
-	int status;
 	CHECK(waitpid(pid, &status, 0) == pid && !status);
 	/* attributes */
 	FAILS(getxattr(f, "user.none", buf, 10), ENODATA);
@@ -1579,6 +1599,30 @@ static int overlaid(char **a)
 	return 0;
 }
 
+/*
+ * fan DIR READY: a fanotify group with file identifiers hears what another member makes in DIR, once READY is there; prints its name. A file system without
+ * file handles has such groups since Linux 6.6: "refused" before.
+ */
+static int fan(char **a)
+{
+	int group = fanotify_init(FAN_CLASS_NOTIF | FAN_REPORT_DIR_FID | FAN_REPORT_NAME, O_RDONLY);
+	struct fanotify_event_metadata *event = (void *)buf;
+	struct fanotify_event_info_fid *info = (void *)(event + 1);
+
+	CHECK(group >= 0);
+	if (fanotify_mark(group, FAN_MARK_ADD, FAN_CREATE, AT_FDCWD, a[0])) {
+		CHECK(errno == EOPNOTSUPP);
+		puts("refused");
+		return 0;
+	}
+	CHECK(!close(open(a[1], O_CREAT | O_WRONLY, 0600)));
+	alarm(60);
+	CHECK(read(group, buf, sizeof(buf)) > 0 && event->mask & FAN_CREATE && info->hdr.info_type == FAN_EVENT_INFO_TYPE_DFID_NAME);
+	struct file_handle *dir = (void *)info->handle;
+	puts((char *)dir->f_handle + dir->handle_bytes);
+	return 0;
+}
+
 #define MINE_ONLY 1 /* UFFD_USER_MODE_ONLY */
 #define WP_UNPOPULATED (1ull << 13)
 #define WP_ASYNC (1ull << 15)
@@ -1671,7 +1715,7 @@ static const struct {
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
 	{"polls", polls, 2}, {"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
 	{"cached", cached, 1}, {"guarded", guarded, 1}, {"poked", poked, 1}, {"many", many, 1},
-	{"overlaid", overlaid, 1},
+	{"overlaid", overlaid, 1}, {"fan", fan, 2},
 };
 
 int main(int argc, char **argv)

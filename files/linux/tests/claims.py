@@ -795,6 +795,17 @@ def inotify_in_one_guest_sees_what_another_does(a, b):
 
 
 @claim(2)
+def fanotify_with_file_identifiers_hears_another_guest(a, b):
+    a.ok("mkdir /mnt/d")
+    b.start("claims fan /mnt/d /mnt/ready || echo failed; touch /mnt/over")
+    a.ok("for i in $(seq 600); do test -e /mnt/ready || test -e /mnt/over && break; sleep 0.1; done; touch /mnt/d/made")
+    rc, out = b.finish()
+    can = tuple(map(int, a.ok("uname -r").split(".")[:2])) >= (6, 6)
+    need(rc == 0 and out.strip() == ("made" if can else "refused"), out)
+    a.ok("rm -r /mnt/d /mnt/over; rm -f /mnt/ready")
+
+
+@claim(2)
 def a_watcher_that_falls_behind_is_told_to_look(a, b):
     a.ok("mkdir /mnt/d; touch /mnt/d/file")
     b.start("hear /mnt/d /mnt/d/file /mnt/ready && touch /mnt/heard")
