@@ -16,11 +16,11 @@ const TWO: &str = r#"
 [vm.a]
 kernel = "6.1"
 memory = "256M"
-networks = ["lan"]
+networks = { lan = { queues = 2 } }
 [vm.b]
 kernel = "6.1"
 memory = "256M"
-networks = { lan = { address = "10.86.0.9", mac = "52:54:00:00:00:0b" } }
+networks = { lan = { address = "10.86.0.9", mac = "52:54:00:00:00:0b", queues = 4 } }
 "#;
 
 fn json(lab: &Lab, args: &[&str]) -> Value {
@@ -96,7 +96,8 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
         (&"10.86.0.2/24".into(), &"10.86.0.9/24".into())
     );
     assert_eq!(ports[1]["mac"], "52:54:00:00:00:0b");
-    assert!(lab.good(&["ps"]).contains("52:54:00:00:00:0b  10.86.0.9/24"));
+    let text = lab.good(&["ps"]);
+    assert!(text.contains("52:54:00:00:00:0b  10.86.0.9/24") && !text.contains("(down)"), "{text}");
     ping(&lab);
 
     // Data arrives as it was sent, and in segments larger than any frame on a wire.
@@ -149,8 +150,10 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
         net["ports"].as_array().unwrap().iter().map(|port| port["up"] == true).collect::<Vec<_>>()
     };
     wait_until("b without its card", || ups() == [true, false]);
-    let text = lab.good(&["net", "ls"]);
-    assert!(text.contains("  b (down)  ") && !text.contains("a (down)"), "{text}");
+    for command in [&["net", "ls"][..], &["ps"]] {
+        let text = lab.good(command);
+        assert!(text.contains("  b (down)  ") && !text.contains("a (down)"), "{text}");
+    }
 
     // A VM is killed and comes back with the same address.
     let pid = lab.ps()["vms"][1]["pid"].as_u64().unwrap();
