@@ -134,6 +134,15 @@ static inline struct address_space *tmb_page_mapping(struct page *page, pgoff_t 
 #endif
 }
 
+/* Forgets what is mapped of 'pages', where nothing is in use. */
+static inline void tmb_drop_pages(struct address_space *pages)
+{
+#if TMB_HAS_DAX_REFERENCES
+	dax_delete_mapping_range(pages, 0, LLONG_MAX); /* truncation takes the rest for a defect */
+#endif
+	truncate_inode_pages_range(pages, 0, -1);
+}
+
 /* 6.14: the parent and the name come with the dentry. */
 #if TMB_HAS_REVALIDATE_NAME
 #define TMB_REVALIDATE_ARGS struct inode *parent_inode, const struct qstr *wanted, struct dentry *dentry, unsigned int flags

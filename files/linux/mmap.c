@@ -613,7 +613,7 @@ int tmb_revoke_locked(struct inode *inode)
 	unmap_mapping_range(tmb_pages(inode), 0, 0, 0);
 	if (tmb_any_pinned(s, ti))
 		return -EBUSY;
-	truncate_inode_pages_range(tmb_pages(inode), 0, -1);
+	tmb_drop_pages(tmb_pages(inode));
 	xa_destroy(&ti->runs);
 	xa_destroy(&ti->displaced);
 	spin_lock(&s->mapped_lock);

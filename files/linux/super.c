@@ -311,7 +311,7 @@ static int tmb_get_tree(struct fs_context *fc)
 	tmb_closing_start(s);
 	tmb_locks_start(s);
 	s->work_queue = alloc_ordered_workqueue("tombolo", WQ_MEM_RECLAIM);
-	s->lock_queue = alloc_workqueue("tombolo-locks", 0, 0);
+	s->lock_queue = alloc_workqueue("tombolo-locks", WQ_UNBOUND, 0);
 	if (!s->work_queue || !s->lock_queue) {
 		tmb_free_sb(s);
 		return -ENOMEM;

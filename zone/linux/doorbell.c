@@ -16,6 +16,14 @@
 #include <linux/slab.h>
 
 #include "doorbell.h"
+#include "probed.h"
+
+/* 6.17 wants it said that work stays on the CPU that queues it. */
+#if TMB_HAS_WQ_PERCPU
+#define TMB_BELL_PERCPU WQ_PERCPU
+#else
+#define TMB_BELL_PERCPU 0
+#endif
 #include "tombolo_zone.h"
 
 #define IVSHMEM_VENDOR 0x1af4
@@ -248,7 +256,7 @@ int tmb_doorbell_init(void)
 {
 	int err;
 
-	tmb_bell_wq = alloc_workqueue("tombolo_doorbell", WQ_HIGHPRI | WQ_MEM_RECLAIM, 0);
+	tmb_bell_wq = alloc_workqueue("tombolo_doorbell", WQ_HIGHPRI | WQ_MEM_RECLAIM | TMB_BELL_PERCPU, 0);
 	if (!tmb_bell_wq)
 		return -ENOMEM;
 	err = pci_register_driver(&tmb_bell_driver);
