@@ -209,11 +209,19 @@ static inline unsigned long tmb_pfn_of(tmb_pfn pfn)
 {
 	return pfn_t_has_page(pfn) ? pfn_t_to_pfn(pfn) : 0;
 }
+static inline tmb_pfn tmb_pfn_from(unsigned long pfn)
+{
+	return pfn_to_pfn_t(pfn);
+}
 #else
 typedef unsigned long tmb_pfn;
 static inline unsigned long tmb_pfn_of(tmb_pfn pfn)
 {
 	return pfn_valid(pfn) ? pfn : 0;
+}
+static inline tmb_pfn tmb_pfn_from(unsigned long pfn)
+{
+	return pfn;
 }
 #endif
 

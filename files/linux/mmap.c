@@ -32,7 +32,9 @@
 
 static struct page *tmb_page_of(struct tmb_sb *s, u64 block)
 {
-	return pfn_to_page(s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + block);
+	unsigned long frame = (s->zone.files_offset >> PAGE_SHIFT) + block;
+
+	return s->zone.frames ? s->zone.frames[frame] : pfn_to_page(s->zone.pfn + frame);
 }
 
 /* Returns the entry of 'runs' that has this page, or NULL; its first page is stored at *first. */
@@ -58,7 +60,7 @@ static int tmb_note_mapped(struct inode *inode, pgoff_t index, u64 block, unsign
 	void *old, *now;
 
 	/* In an undamaged zone a block belongs to one place of one file. */
-	for (i = 0; block && i < pages; i++) {
+	for (i = 0; block && !s->zone.frames && i < pages; i++) {
 		pgoff_t at;
 		struct address_space *of = tmb_page_mapping(tmb_page_of(s, block + i), &at);
 
@@ -303,6 +305,38 @@ static struct page *tmb_private_page(struct inode *inode, pgoff_t index, int *er
 	return page;
 }
 
+/*
+ * Maps a page of a zone that is attached by its memory. The entry is special: it takes no reference, so to unmap it is enough to take the block back. The
+ * kernel gives no such page to direct I/O, to futexes shared by processes or to debuggers (EFAULT).
+ */
+static vm_fault_t tmb_memory_fault(struct vm_fault *vmf, int *err)
+{
+	struct vm_area_struct *vma = vmf->vma;
+	struct inode *inode = file_inode(vma->vm_file);
+	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED;
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct iomap at = {};
+	struct page *page;
+	unsigned long pfn;
+
+	if (vmf->pgoff >= DIV_ROUND_UP((u64)i_size_read(inode), PAGE_SIZE)) {
+		*err = -EFAULT;
+		return VM_FAULT_SIGBUS;
+	}
+	*err = tmb_iomap_begin(inode, (loff_t)vmf->pgoff << PAGE_SHIFT, PAGE_SIZE, write ? IOMAP_WRITE : 0, &at, NULL);
+	if (*err)
+		return tmb_fault_error(*err);
+	page = at.type == IOMAP_HOLE ? ZERO_PAGE(vmf->address) : tmb_page_of(s, (at.addr - s->zone.files_offset) >> TFS_BLOCK_SHIFT);
+	pfn = page_to_pfn(page);
+	if (write && vmf->flags & FAULT_FLAG_ORIG_PTE_VALID && pte_present(vmf->orig_pte)) {
+		if (pte_pfn(vmf->orig_pte) == pfn)
+			return 0; /* the kernel makes the entry writable if it is still the same */
+		*err = -EAGAIN; /* zeroes of a hole, which are everybody's, or an older block */
+		return VM_FAULT_NOPAGE;
+	}
+	return vmf_insert_mixed(vma, vmf->address, tmb_pfn_from(pfn));
+}
+
 static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 {
 	struct vm_area_struct *vma = vmf->vma;
@@ -310,7 +344,7 @@ static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 	struct tmb_sb *s = tmb_sb(inode->i_sb);
 	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
 	/* Huge pages need no such care: a write splits them, and the small page is mapped anew. */
-	bool private = !TMB_HAS_DAX_REFERENCES && order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
+	bool private = !TMB_HAS_DAX_REFERENCES && !s->zone.frames && order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
 	struct page *page = NULL;
 	vm_fault_t ret = VM_FAULT_NOPAGE;
 	int err = 0;
@@ -323,7 +357,7 @@ static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 		pgoff_t start = vmf->pgoff & ~(pgoff_t)(HPAGE_PMD_NR - 1);
 		unsigned long pfn;
 
-		if (order != TMB_ORDER_PMD)
+		if (order != TMB_ORDER_PMD || s->zone.frames)
 			return VM_FAULT_FALLBACK;
 		if (tfs_map(&s->fs, tmb_h(inode), start, HPAGE_PMD_NR, &run) || !run.block || run.count < HPAGE_PMD_NR)
 			return VM_FAULT_FALLBACK;
@@ -351,7 +385,9 @@ static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 			tmb_refresh_size(inode);
 			if (private)
 				page = tmb_private_page(inode, vmf->pgoff, &err);
-			if (!err && !page)
+			if (!err && s->zone.frames)
+				ret = tmb_memory_fault(vmf, &err);
+			else if (!err && !page)
 				ret = dax_iomap_fault(vmf, order, NULL, &err, private ? &tmb_iomap_hole_ops : &tmb_iomap_ops);
 			else if (err)
 				ret = tmb_fault_error(err);
@@ -534,6 +570,14 @@ int tmb_mmap(struct file *file, struct vm_area_struct *vma)
 		return err;
 	file_accessed(file);
 	vma->vm_ops = &tmb_vm_ops;
+	if (tmb_sb(file_inode(file)->i_sb)->zone.frames) {
+		/*
+		 * VM_IO: the kernel gives its pages to nobody, debuggers included. A debugger's write into a private mapping would copy by the address,
+		 * which is another one's in the debugger.
+		 */
+		vm_flags_set(vma, VM_MIXEDMAP | VM_IO);
+		return 0;
+	}
 	vm_flags_set(vma, VM_HUGEPAGE);
 	return 0;
 }
@@ -550,7 +594,7 @@ static bool tmb_pinned_at(struct tmb_sb *s, unsigned long entry)
 	unsigned long i, pages = entry & 1 ? HPAGE_PMD_NR : 1;
 	unsigned long pfn = s->zone.pfn + (s->zone.files_offset >> PAGE_SHIFT) + (entry >> 1);
 
-	if (entry >> 1 == TMB_HOLE)
+	if (entry >> 1 == TMB_HOLE || s->zone.frames)
 		return false;
 	for (i = 0; i < pages; i++)
 		if (tmb_page_busy(pfn_to_page(pfn + i)))

@@ -3,6 +3,7 @@
 #include "tombolo.h"
 
 #include <linux/fs_context.h>
+#include <linux/file.h>
 #include <linux/fs_parser.h>
 #include <linux/module.h>
 #include <linux/random.h>
@@ -122,7 +123,9 @@ struct tmb_options {
 	uuid_t zone;
 	struct tmb_zone probe;
 	char *path;
+	struct file *memory; /* NULL: a device */
 	dev_t dev;
+	unsigned long number;
 };
 
 static void tmb_rung(struct tmb_doorbell_client *client)
@@ -180,9 +183,9 @@ static int tmb_fill_super(struct super_block *sb, struct fs_context *fc)
 	sb->s_xattr = (void *)tmb_xattr_handlers;
 	sb->s_flags |= SB_POSIXACL;
 
-	err = tmb_zone_attach(&s->zone, o->path, sb);
+	err = o->memory ? tmb_zone_attach_memory(&s->zone, o->memory) : tmb_zone_attach(&s->zone, o->path, sb);
 	if (err) {
-		errorf(fc, "tombolo: %s: cannot attach the zone (%d)", o->path, err);
+		errorf(fc, "tombolo: %s: cannot attach the zone (%d)", o->memory ? "memory" : o->path, err);
 		return err;
 	}
 	memcpy(s->doorbell.zone_uuid, s->zone.uuid, sizeof(s->zone.uuid));
@@ -226,7 +229,7 @@ static int tmb_fill_super(struct super_block *sb, struct fs_context *fc)
 			pr_warn("tombolo: zone %s: the recovery of dead members failed (%d)\n", s->zone.name, err);
 	}
 
-	if (writable && s->zone.sync_length)
+	if (writable && s->zone.sync_length && !s->zone.frames) /* on the host, processes have semaphores by the zone's file */
 		tmb_start_sync(s);
 	root = tmb_iget(sb, s->fs.root);
 	if (!IS_ERR(root) && !S_ISDIR(root->i_mode)) {
@@ -249,7 +252,7 @@ static int tmb_same_zone(struct super_block *sb, struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
 
-	return tmb_sb(sb)->dev == o->dev;
+	return tmb_sb(sb)->dev == o->dev && tmb_sb(sb)->number == o->number;
 }
 
 static int tmb_set_zone(struct super_block *sb, struct fs_context *fc)
@@ -266,11 +269,10 @@ static void tmb_free_sb(struct tmb_sb *s)
 	kfree(s);
 }
 
-static int tmb_get_tree(struct fs_context *fc)
+/* Finds the device of the zone that the mount names. */
+static int tmb_find_device(struct fs_context *fc)
 {
 	struct tmb_options *o = fc->fs_private;
-	struct super_block *sb;
-	struct tmb_sb *s;
 	int err;
 
 	if (!fc->source)
@@ -299,10 +301,29 @@ static int tmb_get_tree(struct fs_context *fc)
 		return err;
 	if (o->zone_named && memcmp(o->zone.b, o->probe.uuid, sizeof(o->probe.uuid)))
 		return invalf(fc, "tombolo: %s is zone %pU, not zone=%pU", fc->source, o->probe.uuid, &o->zone);
+	return 0;
+}
+
+static int tmb_get_tree(struct fs_context *fc)
+{
+	struct tmb_options *o = fc->fs_private;
+	struct super_block *sb;
+	struct tmb_sb *s;
+	int err;
+
+	if (o->memory) {
+		o->dev = file_inode(o->memory)->i_sb->s_dev;
+		o->number = file_inode(o->memory)->i_ino;
+	} else {
+		err = tmb_find_device(fc);
+		if (err)
+			return err;
+	}
 	s = kzalloc(sizeof(*s), GFP_KERNEL);
 	if (!s)
 		return -ENOMEM;
 	s->dev = o->dev;
+	s->number = o->number;
 	init_waitqueue_head(&s->rung);
 	get_random_bytes(&s->lock_key, sizeof(s->lock_key));
 	spin_lock_init(&s->mapped_lock);
@@ -365,10 +386,11 @@ static void tmb_kill_sb(struct super_block *sb)
 		tmb_free_sb(s);
 }
 
-enum { TMB_OPT_MEMBER, TMB_OPT_ZONE };
+enum { TMB_OPT_MEMBER, TMB_OPT_ZONE, TMB_OPT_MEMORY };
 static const struct fs_parameter_spec tmb_params[] = {
 	fsparam_u32("member", TMB_OPT_MEMBER),
 	fsparam_string("zone", TMB_OPT_ZONE),
+	fsparam_fd("memory", TMB_OPT_MEMORY),
 	{},
 };
 
@@ -385,6 +407,12 @@ static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
 			return invalf(fc, "tombolo: zone=%s: no uuid", param->string);
 		o->zone_named = true;
 		return 0;
+	}
+	if (opt == TMB_OPT_MEMORY) {
+		if (o->memory)
+			return invalf(fc, "tombolo: memory is given twice");
+		o->memory = param->type == fs_value_is_file ? get_file(param->file) : fget(result.uint_32);
+		return o->memory ? 0 : -EBADF;
 	}
 	if (result.uint_32 >= TMB_MAX_MEMBERS)
 		return invalf(fc, "tombolo: member=%u: a zone has members 0 to %u", result.uint_32, TMB_MAX_MEMBERS - 1);
@@ -412,6 +440,8 @@ static void tmb_free_fc(struct fs_context *fc)
 	struct tmb_options *o = fc->fs_private;
 
 	if (o) {
+		if (o->memory)
+			fput(o->memory);
 		kfree(o->path);
 		kfree(o);
 	}

@@ -41,8 +41,11 @@
 
 #define TMB_SUPER_MAGIC 0x4f424d54 /* "TMBO" */
 
-/* A zone attached through a pmem block device. */
+/* A zone attached through a pmem block device, or by a descriptor of its memory (zone.memory; then there is no device). */
 struct tmb_zone {
+	struct file *memory;  /* held open: its lock of the member's slot lives as long as the mount */
+	struct page **frames; /* with memory: its pinned pages; NULL: the frames from pfn on */
+	unsigned long frame_count;
 	struct tmb_bdev dev;
 	struct dax_device *dax;
 	struct dev_pagemap *pages; /* of the memory; the reference keeps it mapped */
@@ -62,7 +65,8 @@ struct tmb_sb {
 	struct tfs fs; /* fs.os points back here */
 	struct super_block *sb;
 	struct tmb_zone zone;
-	dev_t dev;
+	dev_t dev;	      /* the zone's, or of its memory … */
+	unsigned long number; /* … the inode there; else 0 */
 	bool joined, opened, listening;
 	bool ending;  /* being unmounted: waits for other members' locks are short */
 	bool may_write; /* the host's grant; fs.read_only: the mount's option */
@@ -162,6 +166,7 @@ void tmb_hibernate_exit(void);
 
 /* zone.c */
 int tmb_zone_find(const char *source, struct tmb_zone *zone, char **path);
+int tmb_zone_attach_memory(struct tmb_zone *zone, struct file *memory);
 int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder);
 void tmb_zone_detach(struct tmb_zone *zone, void *holder);
 int tmb_zone_join(struct tmb_zone *zone, int wanted, u32 doorbell, bool read_only, u32 *member, u32 *epoch, bool *writable, bool *joined);

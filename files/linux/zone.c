@@ -5,7 +5,11 @@
  */
 #include "tombolo.h"
 
+#include <linux/file.h>
+#include <linux/magic.h>
 #include <linux/memremap.h>
+#include <linux/mman.h>
+#include <linux/vmalloc.h>
 #include <linux/slab.h>
 #include <linux/uuid.h>
 
@@ -107,6 +111,78 @@ out:
 	return err;
 }
 
+/* Pins all of the memory that the caller has mapped at 'at'. */
+static int tmb_pin(struct tmb_zone *zone, unsigned long at, unsigned long count)
+{
+	unsigned long done = 0;
+
+	while (done < count) {
+		int n = min_t(unsigned long, count - done, 1024);
+
+		n = pin_user_pages_fast(at + (done << PAGE_SHIFT), n, FOLL_WRITE | FOLL_LONGTERM, zone->frames + done);
+		if (n <= 0 || fatal_signal_pending(current)) {
+			if (n > 0)
+				done += n;
+			unpin_user_pages(zone->frames, done);
+			return n < 0 ? n : -EINTR;
+		}
+		done += n;
+		cond_resched();
+	}
+	return 0;
+}
+
+static void tmb_memory_unmap(struct tmb_zone *zone)
+{
+	vunmap(zone->addr);
+	unpin_user_pages(zone->frames, zone->frame_count);
+	kvfree(zone->frames);
+	zone->frames = NULL;
+	zone->addr = NULL;
+}
+
+/*
+ * Attaches a zone by its memory, a file of tmpfs or hugetlbfs that is open for writing: pins its pages and maps them in one range of kernel addresses. The file
+ * may be cut short afterwards: the pages stay. Takes over no reference.
+ */
+int tmb_zone_attach_memory(struct tmb_zone *zone, struct file *memory)
+{
+	unsigned long magic = file_inode(memory)->i_sb->s_magic, at, count = i_size_read(file_inode(memory)) >> PAGE_SHIFT;
+	int err;
+
+	if ((magic != TMPFS_MAGIC && magic != HUGETLBFS_MAGIC) || !(memory->f_mode & FMODE_READ) || !(memory->f_mode & FMODE_WRITE))
+		return -EBADF;
+	if (!count || count > totalram_pages())
+		return -EINVAL;
+	zone->frames = kvmalloc_array(count, sizeof(*zone->frames), GFP_KERNEL);
+	if (!zone->frames)
+		return -ENOMEM;
+	zone->frame_count = count;
+	at = vm_mmap(memory, 0, count << PAGE_SHIFT, PROT_READ | PROT_WRITE, MAP_SHARED, 0);
+	err = IS_ERR_VALUE(at) ? (int)at : tmb_pin(zone, at, count);
+	if (!IS_ERR_VALUE(at))
+		vm_munmap(at, count << PAGE_SHIFT);
+	if (err)
+		goto free;
+	zone->memory = memory;
+	zone->size = (u64)count << PAGE_SHIFT;
+	zone->addr = vmap(zone->frames, count, VM_MAP, PAGE_KERNEL);
+	err = zone->addr ? tmb_zone_check(zone) : -ENOMEM;
+	if (!err) {
+		get_file(memory);
+		return 0;
+	}
+	if (zone->addr)
+		vunmap(zone->addr);
+	zone->addr = NULL;
+	zone->memory = NULL;
+	unpin_user_pages(zone->frames, count);
+free:
+	kvfree(zone->frames);
+	zone->frames = NULL;
+	return err;
+}
+
 /* holder NULL: to look only */
 int tmb_zone_attach(struct tmb_zone *zone, const char *path, void *holder)
 {
@@ -136,6 +212,11 @@ unuse:
 
 void tmb_zone_detach(struct tmb_zone *zone, void *holder)
 {
+	if (zone->memory) {
+		tmb_memory_unmap(zone);
+		fput(zone->memory); /* which gives the lock of the slot back */
+		return;
+	}
 	tmb_zone_unmap(zone, holder);
 	tmb_bdev_close(&zone->dev);
 	if (holder)

@@ -373,6 +373,37 @@ static int directory(char **a)
 	return 0;
 }
 
+/* A mapping whose pages the kernel gives to nobody else: of a mount by the zone's memory. */
+static int lent(char **a)
+{
+	int fd = open(at(a[0], "lent"), O_RDWR | O_CREAT | O_TRUNC, 0600), p[2];
+	char buf[8192], *m, *own;
+
+	CHECK(fd >= 0 && !ftruncate(fd, 100000));
+	m = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	CHECK(m != MAP_FAILED && peek((void *)m) == 0 && peek((void *)(m + 99999)) == 0 && peek((void *)(m + 102400)) == -1);
+	memcpy(m + 4000, "across pages", 12);
+	CHECK(pread(fd, buf, 12, 4000) == 12 && !memcmp(buf, "across pages", 12));
+	CHECK(pwrite(fd, "back", 4, 50000) == 4 && !memcmp(m + 50000, "back", 4));
+	own = mmap(NULL, 100000, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+	CHECK(own != MAP_FAILED && !memcmp(own + 50000, "back", 4));
+	own[50000] = 'p';
+	own[8192] = 'p'; /* written before it is read */
+	CHECK(m[50000] == 'b' && own[50000] == 'p' && own[50001] == 'a' && m[8192] == 0);
+	CHECK(!ftruncate(fd, 200000) && peek((void *)(m + 150000)) == 0);
+	m[150000] = 1;
+	CHECK(!ftruncate(fd, 100001) && peek((void *)(m + 150000)) == -1 && peek((void *)(m + 100000)) == 0);
+	memset(m, 5, 100000);
+	CHECK(!fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 8192, 8192) && m[8192] == 0 && m[8191] == 5 && m[16384] == 5);
+	CHECK(pwrite(fd, m, 50000, 50001) == 50000 && !memcmp(m, m + 50001, 8000) && pread(fd, m + 4096, 4096, 0) == 4096);
+	/* What takes a reference of a page is refused. */
+	struct iovec v = {m, 4096};
+	CHECK(!pipe(p) && vmsplice(p[1], &v, 1, 0) == -1 && errno == EFAULT);
+	CHECK(syscall(SYS_futex, m + 40000, FUTEX_WAKE, 1, NULL, NULL, 0) == -1 && errno == EFAULT);
+	CHECK(!munmap(m, 1 << 20) && !munmap(own, 100000) && !close(fd) && !unlink(at(a[0], "lent")));
+	return 0;
+}
+
 static int mapped(char **a)
 {
 	const char *f = strdup(at(a[0], "map"));
@@ -1706,6 +1737,7 @@ static const struct {
 } table[] = {
 	{"share", share, 2}, {"opens", opens, 2},
 	{"data", data, 1}, {"names", names, 1}, {"attributes", attributes, 1}, {"directory", directory, 2}, {"mapped", mapped, 1},
+	{"lent", lent, 1},
 	{"barrier", barrier, 3}, {"append", append, 3}, {"appended", appended, 3}, {"win", win, 3}, {"count", count, 2},
 	{"watch", watch, 2}, {"cut", cut, 2}, {"storm", storm, 3}, {"make", make, 3}, {"unmake", unmake, 2},
 	{"toggle", toggle, 2}, {"reopen", reopen, 3}, {"hold", hold, 2}, {"spliced", spliced, 2}, {"kept", kept, 2}, {"shows", shows, 2},

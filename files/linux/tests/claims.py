@@ -1045,6 +1045,38 @@ def a_guest_without_the_module_mounts_the_zone_by_fuse_from_an_ivshmem_device(a)
         b.off()
 
 
+def lent_zone(a, member, folder):
+    """The guest as a host: mounts the zone in a file of tmpfs by a descriptor of that file."""
+    a.ok("mkdir -p %s && mount -t tombolo -o memory=9,member=%d host %s 9<>/tmp/z/zone" % (folder, member, folder))
+
+
+@claim(1, mount=False, dies=0)
+def a_host_mounts_a_zone_by_a_descriptor_of_its_memory_beside_another_member(a):
+    from members import torture
+    program = torture(a.rig.work)[1]
+    b = a.rig.host([program]).boot("host", a.rig.zone, ZONE_MIB, memory=512)
+    try:
+        b.ok("mkdir -p /tmp/z /tmp/fuse && mount -t tmpfs none /tmp/z && mkzone /tmp/z/zone 96 2")
+        for refused in ("-o memory=9 host /mnt 9</tmp/z/zone", "-o memory=9 host /mnt 9<>/bin/claims", "-o memory=77 host /mnt"):
+            need(b.run("mount -t tombolo %s" % refused)[0], "mounted: " + refused)
+        lent_zone(b, 0, "/tmp/host")
+        for promise in ("data", "names", "attributes", "lent", "holes"):
+            b.ok("claims %s /tmp/host%s" % (promise, "/h" if promise == "holes" else ""))
+        b.ok("claims directory /tmp/host 500")
+        b.ok("cp /bin/claims /tmp/host/program && /tmp/host/program cut_short /tmp/host && rm -rf /tmp/host/*")
+        # A second mount is the same one; a cut of the memory's file leaves what is mounted whole.
+        lent_zone(b, 0, "/tmp/again")
+        b.ok("echo here > /tmp/host/x && test $(cat /tmp/again/x) = here && umount /tmp/again")
+        b.ok("tombolo-files-torture files mount --json --member host /tmp/z/zone /tmp/fuse > /tmp/mount")
+        b.ok("test $(cat /tmp/fuse/x) = here && echo there > /tmp/fuse/x && test $(cat /tmp/host/x) = there")
+        b.ok("(claims append /tmp/host/log 0 200 & claims append /tmp/fuse/log 1 200 & wait) && claims appended /tmp/host/log 2 200")
+        b.ok("claims locked /tmp/fuse/l 0 > /tmp/held & until test -s /tmp/held; do :; done; ! claims free /tmp/host/l && killall claims")
+        b.ok("umount /tmp/fuse && truncate -s 0 /tmp/z/zone && test $(cat /tmp/host/x) = there && echo on > /tmp/host/y && umount /tmp/host")
+        need(not b.complaints(), "the kernel complained: %s" % b.complaints())
+    finally:
+        b.off()
+
+
 # The kernel of a guest with one CPU online patches its LOCK prefixes away, which is the harder case.
 @claim(2, smp=1)
 def one_cpu_guests_lose_no_update_either(a, b):
@@ -1135,6 +1167,7 @@ def main():
             base = (kernel, os.path.join(root, "boot/vmlinuz-" + kernel), root, o.module or build(kernel, headers, work))
             rig = Rig(*base, work, [*programs, *suites], modules=["overlay"])
             rig.without_module = lambda more: Rig(*base, tempfile.mkdtemp(dir=work), [*programs, *more], modules=["fuse"], late=True)
+            rig.host = lambda more: Rig(*base, tempfile.mkdtemp(dir=work), [*programs, work + "/mkzone", *more], modules=["fuse"])
             rig.programs = {os.path.basename(s) for s in suites}
             p, f = run(rig, work, o)
             passed += p
