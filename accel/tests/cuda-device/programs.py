@@ -3,7 +3,8 @@
 """CUDA programs, compiled by NVIDIA's own nvcc against its unmodified runtime, on the test device.
 
 programs.py --target DIR            two programs, runtime 13.5 as a shared library
-programs.py --target DIR --long     all programs with the shared and the static runtime of 13.5 and the shared one of 12.9, and NVRTC of both
+programs.py --target DIR --long     all programs with the shared and the static runtime of 13.5 and the shared one of 12.9, NVRTC of both,
+                                    numba-cuda
 
 The compiler and runtimes come from PyPI into the cache (TOMBOLO_CACHE), once.
 """
@@ -22,17 +23,24 @@ SHORT = ["reduce", "streams"]
 NVCC = ["nvidia-cuda-nvcc==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-nvvm==13.5.37", "nvidia-cuda-runtime==13.5.37", "nvidia-cuda-cccl==13.3.5.0.6"]
 # No nvcc is packaged for 12.9: its runtime is linked to what nvcc 13.5 compiles.
 OTHERS = ["nvidia-cuda-nvrtc==13.5.37", "nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvrtc-cu12==12.9.86"]
+NUMBA = ["numba-cuda[cu12]==0.30.4", "numpy"]
 
 
-def packages(names):
-    """The folder `nvidia` of a virtual environment with these packages."""
-    place = CACHE / "venv"
-    if not (place / "bin/pip").exists():
+def environment(name, names, options=()):
+    """A virtual environment with these packages."""
+    place = CACHE / name
+    stamp = place / "have"
+    wanted = "\n".join(names)
+    if not stamp.exists() or stamp.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", place], check=True)
-    stamp = place / ("have-" + "-".join(sorted(name.split("==")[0] for name in names))[:100])
-    if not stamp.exists():
-        subprocess.run([place / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *names], check=True)
-        stamp.touch()
+        subprocess.run([place / "bin/pip", "install", "--quiet", "--disable-pip-version-check", *options, *names], check=True)
+        stamp.write_text(wanted)
+    return place
+
+
+def packages(long):
+    """The folder `nvidia` of the compiler's environment."""
+    place = environment("venv-long" if long else "venv", NVCC + OTHERS if long else NVCC, ["--no-deps"])
     (nvidia,) = place.glob("lib/python3*/site-packages/nvidia")
     # The linker looks for names without versions.
     for library in nvidia.glob("*/lib/lib*.so.1[23]"):
@@ -80,8 +88,9 @@ def compile_c(nvidia, name, release):
 
 def run(label, program, libraries):
     """Runs a program, which ends with `ok`. Returns whether it did."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))}
-    done = subprocess.run([program], capture_output=True, text=True, timeout=300, env=environment)
+    variables = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))}
+    command = program if isinstance(program, list) else [program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     good = done.returncode == 0 and done.stdout.endswith("ok\n")
     print(f"{'ok    ' if good else 'FAILED'} {label}")
     if not good:
@@ -89,12 +98,19 @@ def run(label, program, libraries):
     return good
 
 
+def run_python(device):
+    """A framework that generates kernels. numba links with the driver, so that its image is PTX: nvJitLink would make machine code."""
+    numba = environment("numba", NUMBA)
+    subprocess.run([numba / "bin/pip", "uninstall", "--quiet", "--yes", "nvidia-nvjitlink-cu12"], check=True)
+    return run("numba-cuda", [numba / "bin/python", SOURCES / "numba_kernels.py"], [device])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=pathlib.Path, required=True, help="cargo's target folder with the built device")
     parser.add_argument("--long", action="store_true")
     arguments = parser.parse_args()
-    nvidia = packages(NVCC + OTHERS if arguments.long else NVCC)
+    nvidia = packages(arguments.long)
     device = driver(arguments.target)
     good = True
     for name in PROGRAMS if arguments.long else SHORT:
@@ -104,6 +120,8 @@ def main():
     for release in ["13", "12"] if arguments.long else []:
         program, library = compile_c(nvidia, "nvrtc", release)
         good &= run(f"nvrtc {release}", program, [device, library])
+    if arguments.long:
+        good &= run_python(device)
     return 0 if good else 1
 
 

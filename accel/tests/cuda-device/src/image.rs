@@ -19,6 +19,8 @@ const FILE_HEADER: usize = 64;
 const KIND_PTX: u16 = 1;
 const LZ4: u64 = 0x2000;
 const ZSTD: u64 = 0x8000;
+/// Opens what `join` makes.
+const LINKED: u32 = u32::from_le_bytes(*b"TPTX");
 /// The compute capability for which PTX is taken.
 pub const ARCHITECTURE: u32 = 90;
 /// More than any compiler's output, so that a damaged size is found before it is allocated.
@@ -48,6 +50,10 @@ pub unsafe fn texts(image: *const u8) -> Result<Vec<String>, Refused> {
         match first_word(image) {
             Some(FAT) => Ok(vec![fat_text(fat_bytes(image)?)?]),
             Some(ELF) => Err(Refused::NoBinary),
+            Some(LINKED) => {
+                let size = image.add(8).cast::<u64>().read_unaligned() as usize;
+                Ok(split(std::slice::from_raw_parts(image, size)))
+            }
             _ => Ok(vec![
                 std::ffi::CStr::from_ptr(image.cast())
                     .to_str()
@@ -56,6 +62,23 @@ pub unsafe fn texts(image: *const u8) -> Result<Vec<String>, Refused> {
             ]),
         }
     }
+}
+
+/// An image of several texts: a mark, four zeros, the size of the whole, and each text with a zero behind it.
+pub fn join(texts: &[String]) -> Vec<u8> {
+    let mut out = [LINKED.to_le_bytes(), [0; 4]].concat();
+    let size = 16 + texts.iter().map(|text| text.len() + 1).sum::<usize>();
+    out.extend_from_slice(&(size as u64).to_le_bytes());
+    for text in texts {
+        out.extend_from_slice(text.as_bytes());
+        out.push(0);
+    }
+    out
+}
+
+fn split(image: &[u8]) -> Vec<String> {
+    let texts = image[16..].split(|&byte| byte == 0).filter(|text| !text.is_empty());
+    texts.map(|text| String::from_utf8_lossy(text).into_owned()).collect()
 }
 
 /// The first four bytes, unless a text ends within them.
@@ -135,4 +158,66 @@ fn payload(file: &[u8]) -> Option<Vec<u8>> {
     let mut text = Vec::new();
     ruzstd::decoding::StreamingDecoder::new(bytes).ok()?.take(LONGEST).read_to_end(&mut text).ok()?;
     Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A fat binary of one file, as nvcc writes it.
+    fn fat(kind: u16, architecture: u32, flags: u64, payload: &[u8], size: usize) -> Vec<u8> {
+        let mut file = vec![0u8; FILE_HEADER];
+        file[0..2].copy_from_slice(&kind.to_le_bytes());
+        file[4..8].copy_from_slice(&(FILE_HEADER as u32).to_le_bytes());
+        file[8..16].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+        file[16..20].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+        file[28..32].copy_from_slice(&architecture.to_le_bytes());
+        file[40..48].copy_from_slice(&flags.to_le_bytes());
+        file[56..64].copy_from_slice(&(size as u64).to_le_bytes());
+        file.extend_from_slice(payload);
+        let mut out = FAT.to_le_bytes().to_vec();
+        out.extend_from_slice(&1u16.to_le_bytes());
+        out.extend_from_slice(&16u16.to_le_bytes());
+        out.extend_from_slice(&(file.len() as u64).to_le_bytes());
+        out.extend_from_slice(&file);
+        out
+    }
+
+    const TEXT: &str = ".version 8.0 // a text that repeats: abcabcabcabcabcabcabcabcabc";
+
+    #[test]
+    fn ptx_comes_out_of_a_fat_binary_plain_or_compressed() {
+        assert_eq!(fat_text(&fat(KIND_PTX, 80, 0, TEXT.as_bytes(), TEXT.len())), Ok(TEXT.to_owned()));
+        let packed = lz4_flex::block::compress(TEXT.as_bytes());
+        assert_eq!(fat_text(&fat(KIND_PTX, 80, LZ4, &packed, TEXT.len())), Ok(TEXT.to_owned()));
+        let packed = ruzstd::encoding::compress_to_vec(
+            TEXT.as_bytes(),
+            ruzstd::encoding::CompressionLevel::Uncompressed,
+        );
+        assert_eq!(fat_text(&fat(KIND_PTX, 80, ZSTD, &packed, TEXT.len())), Ok(TEXT.to_owned()));
+    }
+
+    #[test]
+    fn machine_code_and_ptx_for_newer_devices_are_no_binary_for_this_one() {
+        assert_eq!(fat_text(&fat(2, 80, 0, b"elf", 3)), Err(Refused::NoBinary));
+        assert_eq!(fat_text(&fat(KIND_PTX, 120, 0, b"ptx", 3)), Err(Refused::NoBinary));
+        let elf = [&ELF.to_le_bytes()[..], &[0; 60]].concat();
+        // SAFETY: an image of 64 bytes.
+        assert_eq!(unsafe { texts(elf.as_ptr()) }, Err(Refused::NoBinary));
+    }
+
+    #[test]
+    fn a_fat_binary_cut_at_any_byte_is_refused() {
+        let whole = fat(KIND_PTX, 80, LZ4, &lz4_flex::block::compress(TEXT.as_bytes()), TEXT.len());
+        for end in 8..whole.len() {
+            assert!(fat_text(&whole[..end]).is_err(), "cut at {end}");
+        }
+    }
+
+    #[test]
+    fn linked_texts_are_found_again() {
+        let both = [TEXT.to_owned(), ".target sm_80".to_owned()];
+        // SAFETY: an image that `join` has made.
+        assert_eq!(unsafe { texts(join(&both).as_ptr()) }, Ok(both.to_vec()));
+    }
 }

@@ -14,7 +14,7 @@ use super::stream;
 use super::work::{Copy, Fill, Host, Work};
 use super::{
     Handle, INVALID_VALUE, NOT_SUPPORTED, Result, UNKNOWN, array, context, device, event, find, graph,
-    launch, lock, memory, module, offer, put, text,
+    launch, linker, lock, memory, module, offer, put, text,
 };
 use std::ffi::{c_char, c_void};
 
@@ -162,16 +162,23 @@ pub struct Attribute {
     value: [u64; 8],
 }
 
-/// CUDA_KERNEL_NODE_PARAMS_v2.
+/// CUDA_KERNEL_NODE_PARAMS_v1.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct KernelNode {
+pub struct KernelNodeV1 {
     function: Handle,
     grid: [u32; 3],
     block: [u32; 3],
     shared: u32,
     arguments: *const *const c_void,
     extra: *const *const c_void,
+}
+
+/// CUDA_KERNEL_NODE_PARAMS_v2.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct KernelNode {
+    first: KernelNodeV1,
     kernel: Handle,
     context: Handle,
 }
@@ -181,10 +188,18 @@ const _: () =
 
 fn kernel_work(node: *const KernelNode) -> Result<Work> {
     let node = array(node, 1).first().copied().ok_or(INVALID_VALUE)?;
+    let function = if node.first.function == 0 { node.kernel } else { node.first.function };
+    node_work(KernelNodeV1 { function, ..node.first })
+}
+
+fn kernel_work_v1(node: *const KernelNodeV1) -> Result<Work> {
+    node_work(array(node, 1).first().copied().ok_or(INVALID_VALUE)?)
+}
+
+fn node_work(node: KernelNodeV1) -> Result<Work> {
     let shape = Shape { grid: node.grid, block: node.block, shared: node.shared, cooperative: false };
-    let function = if node.function == 0 { node.kernel } else { node.function };
     // SAFETY: arguments as cuLaunchKernel has them.
-    let kernel = unsafe { launch::prepare(function, shape, node.arguments, node.extra) }?;
+    let kernel = unsafe { launch::prepare(node.function, shape, node.arguments, node.extra) }?;
     Ok(Work::Kernel(std::sync::Arc::new(kernel)))
 }
 
@@ -512,6 +527,16 @@ api! {
     10000 cuGraphGetEdges: (handle: Handle, from: *mut Handle, to: *mut Handle, count: *mut usize) { graph_edges(handle, from, to, count) }
     12030 cuGraphGetEdges_v2: (handle: Handle, from: *mut Handle, to: *mut Handle, _edges: *mut c_void, count: *mut usize) { graph_edges(handle, from, to, count) }
     10000 cuGraphNodeGetType: (node: Handle, to: *mut i32) { put(to, graph::node_type(node)?) }
+    10000 cuGraphAddKernelNode: (to: *mut Handle, handle: Handle, after: *const Handle, count: usize, node: *const KernelNodeV1) {
+        put(to, graph::add(handle, &array(after, count), kernel_work_v1(node)?)?)
+    }
+    10000 cuGraphKernelNodeSetParams: (node: Handle, what: *const KernelNodeV1) { graph::set_work(node, kernel_work_v1(what)?) }
+    10010 cuGraphExecKernelNodeSetParams: (executable: Handle, node: Handle, what: *const KernelNodeV1) {
+        graph::set_executable_work(executable, node, kernel_work_v1(what)?)
+    }
+    10020 cuGraphExecMemcpyNodeSetParams: (executable: Handle, node: Handle, what: *const u64, _context: Handle) {
+        graph::set_executable_work(executable, node, Work::Copy(cuboid(what)?.0))
+    }
     12000 cuGraphKernelNodeSetParams_v2: (node: Handle, what: *const KernelNode) { graph::set_work(node, kernel_work(what)?) }
     12000 cuGraphExecKernelNodeSetParams_v2: (executable: Handle, node: Handle, what: *const KernelNode) { graph::set_executable_work(executable, node, kernel_work(what)?) }
     11000 cuGraphInstantiate_v2: (to: *mut Handle, handle: Handle, _node: *mut Handle, _log: *mut c_char, _len: usize) { put(to, graph::instantiate(handle)?) }
@@ -526,6 +551,25 @@ api! {
         offer(result, if same { 0 } else { 2 });
         if same { Ok(()) } else { Err(super::GRAPH_UPDATE_FAILURE) }
     }
+
+    6050 cuLinkCreate_v2: (count: u32, options: *const u32, values: *const usize, to: *mut Handle) {
+        put(to, linker::create(Logs::of(&array(options, count as usize), &array(values, count as usize)))?)
+    }
+    6050 cuLinkAddData_v2: (handle: Handle, kind: u32, data: *const u8, size: usize, _name: *const c_char, _count: u32, _options: *const u32, _values: *const usize) {
+        linker::add(handle, kind, &array(data, size))
+    }
+    6050 cuLinkAddFile_v2: (handle: Handle, kind: u32, path: *const c_char, _count: u32, _options: *const u32, _values: *const usize) {
+        linker::add_file(handle, kind, &text(path)?)
+    }
+    5050 cuLinkComplete: (handle: Handle, to: *mut usize, size: *mut usize) {
+        let (image, bytes) = linker::complete(handle)?;
+        offer(size, bytes);
+        put(to, image)
+    }
+    5050 cuLinkDestroy: (handle: Handle) { linker::LINKS.remove(handle).map(drop) }
+    12040 cuFuncGetParamCount: (function: Handle, to: *mut usize) { put(to, FUNCTIONS.get(function)?.program()?.parameters.len()) }
+    12040 cuKernelGetParamCount: (function: Handle, to: *mut usize) { put(to, FUNCTIONS.get(function)?.program()?.parameters.len()) }
+    11000 cuOccupancyAvailableDynamicSMemPerBlock: (to: *mut usize, function: Handle, _blocks: i32, _threads: i32) { put(to, FUNCTIONS.get(function)?.attribute(8)?.max(0) as usize) }
 
     4000 cuProfilerStart: () { Ok(()) }
     4000 cuProfilerStop: () { Ok(()) }

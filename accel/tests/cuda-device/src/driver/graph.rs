@@ -2,7 +2,6 @@
 //! Graphs: nodes of work with dependencies, built call by call or by capturing streams. A launch carries the nodes out in an order that the dependencies
 //! allow, as one piece of work of its stream.
 
-use super::launch::Kernel;
 use super::registry::Registry;
 use super::stream::{Stream, resolve};
 use super::work::Work;
@@ -137,12 +136,6 @@ pub fn node_type(handle: Handle) -> Result<i32> {
         Work::Nothing => 5,
         Work::Free(_) => 11,
     })
-}
-
-pub fn kernel(handle: Handle) -> Result<Arc<Kernel>> {
-    let place = NODES.get(handle)?;
-    let nodes = lock(&place.0.nodes);
-    if let Work::Kernel(kernel) = &nodes[place.1].work { Ok(kernel.clone()) } else { Err(INVALID_VALUE) }
 }
 
 pub fn set_work(handle: Handle, work: Work) -> Result {

@@ -5,6 +5,7 @@
 //! - `context`: the primary context, the stack of each thread, the sticky error
 //! - `memory`: allocations, copies, what a pointer is
 //! - `module`: images, libraries, functions, kernels
+//! - `linker`: several inputs to one image
 //! - `launch`: a kernel with its arguments
 //! - `work`: what a stream carries out, and what a graph's node is
 //! - `stream`: a queue and a thread for each; `event`; `graph`: capture, nodes, launches
@@ -18,6 +19,7 @@ pub mod exports;
 pub mod find;
 pub mod graph;
 pub mod launch;
+pub mod linker;
 pub mod memory;
 pub mod module;
 pub mod registry;

@@ -58,7 +58,7 @@ impl Logs {
         logs
     }
 
-    fn write((to, size): (usize, usize), text: &str) {
+    pub fn write((to, size): (usize, usize), text: &str) {
         if to == 0 || size == 0 {
             return;
         }
