@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::network::{HOST, Network};
 use super::systems::{Needs, System};
@@ -150,10 +150,21 @@ fn virtiofs(
     Ok(server)
 }
 
+/// Without its table of mounts nfs-ganesha starts, and exports nothing.
+fn check_mount_table(table: &Path) -> Result<()> {
+    ensure!(
+        table.exists(),
+        "{0} is missing, in which nfs-ganesha finds file systems: ln -s ../proc/self/mounts {0}",
+        table.display()
+    );
+    Ok(())
+}
+
 /// nfs-ganesha, where only the guests and this host reach it.
 fn nfs(dir: &Path, export: &Path, vms: &[&str]) -> Result<Server> {
     let program = find(&["/usr/bin/ganesha.nfsd"], "ganesha.nfsd")
         .context("no NFS server is installed (package nfs-ganesha-vfs)")?;
+    check_mount_table(Path::new("/etc/mtab"))?;
     let version = version(&program, "-v");
     let network = Network::new(vms);
     let mut server = Server::new(format!("NFS 4.1 by {version}, over {}", network.description));
@@ -261,6 +272,12 @@ impl Servers {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_without_a_table_of_mounts_is_named_with_the_remedy() {
+        let said = check_mount_table(Path::new("/nowhere/mtab")).unwrap_err().to_string();
+        assert!(!said.contains('\n') && said.ends_with("ln -s ../proc/self/mounts /nowhere/mtab"), "{said}");
+    }
 
     #[test]
     fn a_server_that_ends_at_once_is_a_reason_with_its_last_words() {
