@@ -6,7 +6,6 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::process::{Command, Stdio};
 
-use common::Lab;
 use common::stand_in::{RESIDENT_MAX, lab, most_resident, number, said, until};
 use serde_json::Value;
 
@@ -111,66 +110,6 @@ fn a_project_by_another_path_is_the_same_project() {
         assert_eq!(ps["vms"][0]["pid"], first);
     }
     lab.good(&["down", "-f", paths[0].to_str().unwrap()]);
-    lab.assert_nothing_left();
-}
-
-/// FNV-1a of the compose file's path, as in the names of supervisors' doors.
-fn path_hash(lab: &Lab) -> u64 {
-    let path = lab.dir.path().canonicalize().unwrap().join("tombolo.toml");
-    path.as_os_str()
-        .as_encoded_bytes()
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
-}
-
-#[test]
-fn a_program_with_another_users_file_for_its_input_is_no_supervisor() {
-    let lab = lab(&format!("[vm.a]\n{VM}"));
-    let hash = path_hash(&lab);
-    let precious = lab.dir.path().join("precious");
-    DirBuilder::new().mode(0o700).create(&precious).unwrap();
-    std::fs::write(precious.join("key"), "").unwrap();
-    let door = precious.join(format!("tombolo-project-{hash:016x}"));
-    let input = std::fs::File::create_new(&door).unwrap();
-    std::fs::remove_file(&door).unwrap();
-    // As a set-uid program of root's that another user runs.
-    let mut deputy = Command::new("sleep").arg("100000").stdin(input).spawn().unwrap();
-    let results = [&["down"][..], &["ps"], &["up"], &["logs"], &["down"]].map(|arguments| {
-        let output = lab.run(arguments);
-        (arguments, output.status.success(), said(&output))
-    });
-    deputy.kill().unwrap();
-    deputy.wait().unwrap();
-    for (arguments, good, words) in results {
-        assert!(good, "{arguments:?}: {words}");
-    }
-    assert!(precious.join("key").exists());
-    lab.assert_nothing_left();
-}
-
-#[test]
-fn a_folder_that_only_the_door_of_a_process_names_is_neither_used_nor_removed_once_that_has_ended() {
-    let lab = lab(&format!("[vm.a]\n{VM}"));
-    let precious = lab.dir.path().join("precious");
-    DirBuilder::new().mode(0o700).create(&precious).unwrap();
-    std::fs::write(precious.join("key"), "").unwrap();
-    // A door as a supervisor has it, of a process that ends when it is asked.
-    let door = "import os, socket, sys\nlistener = socket.socket(socket.AF_UNIX)\nos.chdir(sys.argv[1])\nlistener.bind(sys.argv[2])\n\
-                listener.listen()\nos.dup2(os.open(sys.argv[2], os.O_PATH), 0)\nos.unlink(sys.argv[2])\nprint(flush=True)\nlistener.accept()\n";
-    for arguments in [&["down"][..], &["up"], &["down"]] {
-        let mut process = Command::new("python3");
-        process.args(["-c", door]).arg(&precious).arg(format!("tombolo-project-{:016x}", path_hash(&lab)));
-        let mut process = process.stdout(Stdio::piped()).spawn().unwrap();
-        std::io::Read::read_exact(process.stdout.as_mut().unwrap(), &mut [0]).unwrap();
-        let output = lab.run(arguments);
-        process.kill().unwrap();
-        process.wait().unwrap();
-        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
-        let left: Vec<_> =
-            std::fs::read_dir(&precious).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert_eq!(left, ["key"], "{arguments:?}");
-    }
-    lab.good(&["down"]);
     lab.assert_nothing_left();
 }
 

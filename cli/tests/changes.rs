@@ -435,7 +435,8 @@ fn clean_removes_what_a_killed_supervisor_left_and_nothing_that_lives() {
     for lab in [&dead, &living] {
         run(lab, &["up"]);
     }
-    let supervisor = u32::try_from(dead.ps()["supervisor"].as_u64().unwrap()).unwrap();
+    let ps: serde_json::Value = serde_json::from_str(&run(&dead, &["ps", "--json"])).unwrap();
+    let supervisor = u32::try_from(ps["supervisor"].as_u64().unwrap()).unwrap();
     signal(supervisor, "KILL");
     until(|| !Path::new(&format!("/proc/{supervisor}")).exists());
     let folders = || shared.path().join("tombolo").read_dir().unwrap().count();
@@ -444,7 +445,8 @@ fn clean_removes_what_a_killed_supervisor_left_and_nothing_that_lives() {
     assert_eq!(folders(), before);
     run(&dead, &["clean"]);
     assert!(!run(&dead, &["clean", "--dry-run"]).contains("whose supervisor died"));
-    assert_eq!(living.ps()["vms"][0]["state"], "up");
+    let ps: serde_json::Value = serde_json::from_str(&run(&living, &["ps", "--json"])).unwrap();
+    assert_eq!(ps["vms"][0]["state"], "up");
     assert!(!run(&living, &["logs", "a"]).is_empty());
     run(&living, &["down"]);
 }

@@ -141,55 +141,17 @@ fn a_supervisor_that_is_stopped_is_told_by_every_command_and_down_can_be_interru
 }
 
 #[test]
-fn a_project_is_its_compose_file_whatever_the_runtime_folder_is() {
+fn a_project_whose_runtime_folder_has_vanished_is_found_again_and_reboots_its_guests() {
     let lab = lab(&[], "");
     lab.good(&["up"]);
     let (first, qemu) = (supervisor(&lab), qemu(&lab));
-    let other = tempfile::tempdir().unwrap();
-    let elsewhere =
-        |arguments: &[&str]| lab.command(arguments).env("XDG_RUNTIME_DIR", other.path()).output().unwrap();
-    let again = elsewhere(&["up"]);
-    assert!(again.status.success() && said(&again).contains("a: already running"), "{}", said(&again));
-    assert_eq!(supervisor(&lab), first);
     // As at a logout.
     std::fs::remove_dir_all(lab.dir.path().join("tombolo")).unwrap();
-    assert_eq!((supervisor(&lab), self::qemu(&lab)), (first, qemu));
-    signal(qemu, "USR1");
-    until("a guest reboots without its folder", || {
-        let vm = lab.ps()["vms"][0].clone();
-        vm["reboots"] == 1 && vm["state"] == "up"
-    });
-    assert!(elsewhere(&["down"]).status.success());
+    until("it is not found again", || lab.ps()["supervisor"] == first);
+    assert_eq!(self::qemu(&lab), qemu);
+    reboot(&lab);
+    lab.good(&["down"]);
     lab.assert_nothing_left();
-}
-
-#[test]
-fn two_that_start_one_project_from_different_runtime_folders_get_one_vm() {
-    for _ in 0..5 {
-        let lab = lab(&[], "");
-        let other = tempfile::tempdir().unwrap();
-        let mut starts: Vec<Child> = (0..4)
-            .map(|n| {
-                let mut command = lab.command(&["up"]);
-                if n % 2 == 1 {
-                    command.env("XDG_RUNTIME_DIR", other.path());
-                }
-                command.stderr(Stdio::piped()).spawn().unwrap()
-            })
-            .collect();
-        for start in &mut starts {
-            let mut words = String::new();
-            start.stderr.take().unwrap().read_to_string(&mut words).unwrap();
-            assert!(start.wait().unwrap().success(), "{words}");
-        }
-        let file = lab.dir.path().join("tombolo.toml");
-        // Projects of other tests are there too, and may not answer.
-        let all: serde_json::Value =
-            serde_json::from_slice(&lab.run(&["ps", "-a", "--json"]).stdout).unwrap();
-        let ours = all.as_array().unwrap().iter().filter(|p| p["file"] == file.to_str().unwrap()).count();
-        assert_eq!(ours, 1);
-        lab.good(&["down"]);
-    }
 }
 
 /// Takes the project down and says how long that took, at most 30 s, and what was said.

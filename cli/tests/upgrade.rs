@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use common::stand_in::{self, lab, number, said, until};
+use common::stand_in::{lab, number, said, until};
 use common::{Lab, copy_program, signal, write_program};
 use serde_json::Value;
 
@@ -400,31 +400,6 @@ fn all_projects_of_a_user_go_on_under_the_program_that_is_asked_to() {
 }
 
 #[test]
-fn root_is_told_of_the_users_whose_projects_only_they_can_upgrade() {
-    const USER: u32 = 54_322;
-    let lab = lab("");
-    let place = lab.dir.path();
-    let next = next(&lab, "next");
-    let old = self::next(&lab, "old");
-    copy_program(stand_in::fake(), &place.join("qemu"));
-    std::fs::write(place.join("tombolo.toml"), format!("qemu = \"./qemu\"\n[vm.a]\n{VM}")).unwrap();
-    std::fs::create_dir(place.join("run")).unwrap();
-    std::os::unix::fs::chown(place.join("run"), Some(USER), Some(USER)).unwrap();
-    std::fs::set_permissions(place, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    // Processes of its own, so that projects of other tests are left alone; they end with the shell.
-    let script =
-        "setpriv --reuid=$1 --regid=$1 --clear-groups \"$0\" up && XDG_RUNTIME_DIR= \"$2\" upgrade --all";
-    let mut command = Command::new("unshare");
-    command.args(["-pf", "--mount-proc", "sh", "-c", script]).arg(&old).arg(USER.to_string()).arg(&next);
-    command.env("XDG_RUNTIME_DIR", place.join("run")).env("HOME", place.join("run"));
-    command.env("TOMBOLO_HYPERVISOR", "tcg").current_dir(place);
-    let output = command.stdin(Stdio::null()).output().unwrap();
-    let words = said(&output);
-    let expected = format!("user {USER} has running projects under another program: 1; only that user");
-    assert!(output.status.success() && words.contains(&expected), "{words}");
-}
-
-#[test]
 fn a_word_to_end_is_not_lost_in_an_upgrade() {
     for round in 0..8 {
         let lab = lab(&format!("[vm.a]\n{VM}"));
@@ -439,23 +414,4 @@ fn a_word_to_end_is_not_lost_in_an_upgrade() {
         upgrade.wait().unwrap();
         lab.assert_nothing_left();
     }
-}
-
-#[test]
-fn an_upgrade_of_all_projects_in_a_chroot_leaves_those_of_the_host_alone() {
-    let lab = lab(&format!("[vm.a]\n{VM}"));
-    lab.good(&["up"]);
-    let supervisor = number(&lab.ps()["supervisor"]);
-    let root = lab.dir.path().join("root");
-    std::fs::create_dir(&root).unwrap();
-    let next = next(&lab, "root/next");
-    let mut shell = Command::new("unshare");
-    shell.args(["--mount", "sh", "-c"]);
-    shell.arg("for dir in /bin /usr /lib* /proc; do mkdir -p \"$0$dir\"; mount --rbind \"$dir\" \"$0$dir\"; done; chroot \"$0\" /next upgrade --all");
-    let output = shell.arg(&root).env("XDG_RUNTIME_DIR", "/run").output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    assert!(said(&output).contains("under another root folder"), "{}", said(&output));
-    assert_ne!(program(supervisor), next);
-    assert_eq!(lab.ps()["vms"][0]["state"], "up");
-    lab.good(&["down"]);
 }

@@ -12,7 +12,6 @@ use std::process::ExitCode;
 
 use clap::Args;
 use serde::Serialize;
-use tombolo_zone::door::Found;
 
 use crate::commands::cli::say;
 use crate::commands::client;
@@ -93,9 +92,8 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
 }
 
 /// Folders of projects that run.
-fn living() -> io::Result<BTreeSet<PathBuf>> {
-    let folder = |found: &Found| found.path.parent().map(Path::to_owned);
-    Ok(state::supervisors()?.iter().filter_map(folder).collect())
+fn living() -> anyhow::Result<BTreeSet<PathBuf>> {
+    Ok(state::supervisors()?.iter().map(|found| found.dir().to_owned()).collect())
 }
 
 /// Folders of projects without a supervisor, and cached answers.
@@ -122,10 +120,7 @@ fn scratch_in_use() -> anyhow::Result<BTreeSet<PathBuf>> {
     for found in state::supervisors()? {
         // One that does not answer may use any: that is an error, which ends the command.
         let Some(status) = client::status_of(&found)? else { continue };
-        // A program of before named them by the compose file.
-        for of in [found.path.parent(), Some(&*status.file)].into_iter().flatten() {
-            used.extend(status.accelerators.iter().map(|accel| accelerator::scratch(of, &accel.name)));
-        }
+        used.extend(status.accelerators.iter().map(|accel| accelerator::scratch(found.dir(), &accel.name)));
     }
     Ok(used)
 }

@@ -334,8 +334,7 @@ fn down_living(project: &Project, vms: &[String], mut peer: Peer, json: bool) ->
 
 /// Removes what a supervisor that has died has left.
 fn down_dead(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
-    // Not that of a supervisor which has ended since: only its door would name it.
-    let dir = StateDir::own(project)?;
+    let dir = StateDir::of(&project.file)?;
     // Logs of a supervisor that died; one that is about to end keeps its lock until then.
     if dir.path().exists() {
         let _lock = dir.lock_within(ENDING)?;
@@ -345,9 +344,6 @@ fn down_dead(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
     let given = give_back(name, json);
     if !json {
         crate::say!("the project '{}' is not up", project.name);
-    }
-    if let Some(other) = state::another_users(&project.file)? {
-        crate::say!("{other}");
     }
     given?;
     if json {

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::io::{IsTerminal, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
@@ -18,14 +17,13 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use rustix::termios::{OptionalActions, Termios};
 
 use tombolo_zone::daemon;
-use tombolo_zone::door::Found;
 
 use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request, Stage, Status};
 use crate::project::peer::{self, Peer};
 use crate::project::session::{self, Signals};
 use crate::project::silent;
-use crate::project::state::{self, StateDir};
+use crate::project::state::{self, Found, StateDir};
 use crate::qemu::start::no_process;
 use crate::thread;
 
@@ -49,7 +47,7 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
         if let Some(peer) = peer::ask(project, request)? {
             return Ok(peer);
         }
-        let dir = StateDir::own(project)?;
+        let dir = StateDir::of(&project.file)?;
         if let Some(mut peer) = spawn(project, &dir)? {
             let Err(e) = peer.send(request) else { return Ok(peer) };
             // One that could not begin says why, and hears nothing any more.
@@ -64,7 +62,7 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
     anyhow::bail!(
         "the supervisor of the project '{}' neither lives nor dies; see {}",
         project.name,
-        StateDir::own(project)?.path().display()
+        StateDir::of(&project.file)?.path().display()
     )
 }
 
@@ -145,7 +143,7 @@ pub fn status_within(found: &Found, longest: Duration) -> anyhow::Result<Option<
     let asked = peer::ask_within(found, &Request::Ps, longest)
         .and_then(|peer| peer.map_or(Ok(None), |mut peer| receive_status(&mut peer)));
     asked.map_err(|e| {
-        let folder = found.path.parent().and_then(Path::file_name).unwrap_or_default().to_string_lossy();
+        let folder = found.dir().file_name().unwrap_or_default().to_string_lossy();
         anyhow::anyhow!("{folder}: {e:#}; {}", silent::describe(found.process))
     })
 }

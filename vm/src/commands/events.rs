@@ -40,7 +40,7 @@ pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let since =
         options.since.map(|t| t.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64());
     let project = options.file.identify()?;
-    let dir = StateDir::of(&project)?;
+    let dir = StateDir::of(&project.file)?;
     let mut peer = client::living(&project, &Request::Events { since })?;
     while let Some(event) = peer.receive::<Event>()? {
         if let Event::Happened(entry) = event {

@@ -46,7 +46,7 @@ pub struct Options {
 /// When a VM has no log.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let project = crate::commands::cli::File::at(options.file.clone()).identify()?;
-    let dir = StateDir::of(&project)?;
+    let dir = StateDir::of(&project.file)?;
     let kind = if options.qemu { "qemu" } else { "console" };
     let declared = || project.compose.vm.keys().map(String::as_str);
     let names = if options.vms.is_empty() { logged(dir.path(), kind)? } else { options.vms.clone() };

@@ -5,13 +5,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tombolo_zone::door::Found;
-
 use crate::commands::cli::{File, say};
 use crate::commands::{client, net};
 use crate::compose::Size;
 use crate::project::control::{NetStatus, Request, Status, VmStatus};
-use crate::project::state;
+use crate::project::state::{self, Found};
 
 /// Time for supervisors to answer `ps`, which takes less than a second unless they wait for a CPU.
 const DEFAULT_WAIT: Duration = Duration::from_millis(800);
@@ -39,17 +37,6 @@ pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyho
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
             say(&serde_json::to_string_pretty(&status)?)?;
         }
-        if let Some(moved) = found.as_ref().filter(|status| status.file != project.file) {
-            crate::say!(
-                "the project was started as {}, where its VMs still have their files; 'tombolo up' says what its new place changes",
-                moved.file.display()
-            );
-        }
-        if let Some(other) =
-            found.is_none().then(|| state::another_users(&project.file)).transpose()?.flatten()
-        {
-            crate::say!("{other}");
-        }
         projects = found.into_iter().collect();
     }
     if !json {
@@ -71,7 +58,6 @@ fn all_running(
     ask: impl Fn(&Found) -> anyhow::Result<Option<Status>> + Sync,
 ) -> anyhow::Result<(Vec<Status>, Vec<anyhow::Error>)> {
     let (mut projects, mut silent) = (Vec::new(), Vec::new());
-    silent.extend(state::hidden()?.iter().map(|hidden| anyhow::anyhow!("{hidden}")));
     let supervisors = state::supervisors()?;
     // Those that don't answer are waited for at the same time.
     for answer in crate::thread::all("ask", supervisors.iter().map(|found| || ask(found))) {

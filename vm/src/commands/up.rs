@@ -99,7 +99,7 @@ fn tell_ready() -> std::io::Result<()> {
 
 /// Stays until Ctrl-C or SIGTERM, which take the project down, or until it is down. A service manager that waits for it is told that all is up.
 fn stay(project: &Project, signals: Signals, json: bool) -> anyhow::Result<ExitCode> {
-    let dir = StateDir::of(project)?;
+    let dir = StateDir::of(&project.file)?;
     tell_ready()?;
     if !json {
         crate::say!("Ctrl-C takes everything down");

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo upgrade`
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -46,21 +43,9 @@ pub fn run(options: Options, json: bool) -> anyhow::Result<ExitCode> {
         let peer = client::living(&options.file.identify()?, &request)?;
         return Ok(exit_code(follow(peer, json)?));
     }
-    tell_of_others()?;
-    let (found, elsewhere) = (state::supervisors()?, state::supervisors_elsewhere()?);
-    // A package that is installed in a chroot or a container must not replace the host's programs.
-    if elsewhere > 0 {
-        crate::say!(
-            "projects that run under another root folder go on as they did: {elsewhere}; to upgrade them: 'tombolo upgrade --all' there"
-        );
-    }
+    let found = state::supervisors()?;
     let mut code = ExitCode::SUCCESS;
-    let hidden = state::hidden()?;
-    for hidden in &hidden {
-        crate::say!("{hidden}");
-        code = ExitCode::FAILURE;
-    }
-    if found.is_empty() && elsewhere == 0 && hidden.is_empty() && !json {
+    if found.is_empty() && !json {
         crate::say!("nothing runs");
     }
     for found in found {
@@ -77,25 +62,6 @@ pub fn run(options: Options, json: bool) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(code)
-}
-
-/// Names the users whose projects only they can upgrade, to root, who has installed the program for all.
-fn tell_of_others() -> anyhow::Result<()> {
-    let number = |path: &str| fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
-    let own = number("/proc/self/exe")?;
-    let mut projects: BTreeMap<u32, usize> = BTreeMap::new();
-    for found in state::supervisors_of_others()? {
-        // One that has ended meanwhile needs none.
-        if number(&format!("/proc/{}/exe", found.process)).is_ok_and(|program| program != own) {
-            *projects.entry(found.user).or_default() += 1;
-        }
-    }
-    for (user, count) in projects {
-        crate::say!(
-            "user {user} has running projects under another program: {count}; only that user can upgrade them: tombolo upgrade --all"
-        );
-    }
-    Ok(())
 }
 
 fn follow(mut peer: Peer, json: bool) -> anyhow::Result<Outcome> {

@@ -217,7 +217,7 @@ fn read_all(file: File) -> io::Result<Vec<u8>> {
 }
 
 /// The name of a project whose file says none.
-fn folder_name(file: &Path) -> String {
+pub(crate) fn folder_name(file: &Path) -> String {
     let folder = file
         .parent()
         .and_then(Path::file_name)

@@ -3,7 +3,7 @@
 //!
 //! - [`supervisor`]: the process that holds a project's VMs; [`session`]: what in it lasts (exec, console).
 //! - [`upgrade`]: the supervisor becomes another program; [`barrier`]: what must not be cut in two by that; [`losses`]: what the next program lacks.
-//! - [`state`]: the project's folder and the lock that tells whether its supervisor lives; [`identity`]: what makes two compose files one project.
+//! - [`state`]: the project's folder, and the lock and the socket by which its supervisor is found.
 //! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
 //! - [`preflight`]: what can be wrong with a start, found out before anything is started.
 //! - [`control`], [`peer`]: the requests and answers, and the connection over which they go; [`patience`]: how long another process is waited for.
@@ -16,7 +16,6 @@ pub mod accelerator;
 pub mod barrier;
 pub mod changes;
 pub mod control;
-pub mod identity;
 pub mod journal;
 pub mod keeper;
 pub mod losses;

@@ -16,12 +16,10 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 use serde::{Deserialize, Serialize};
 
-use tombolo_zone::door::Found;
-
 use crate::compose::Project;
 use crate::project::control::{Event, Request};
 use crate::project::patience::Patience;
-use crate::project::state;
+use crate::project::state::{self, Found};
 
 /// Time for a running supervisor to hear a request, and to end once it has closed a connection.
 const ANSWER: Duration = Duration::from_secs(5);
@@ -257,7 +255,14 @@ pub fn ask_found(found: &Found, request: &Request) -> anyhow::Result<Option<Peer
 /// # Errors
 /// As [`ask`].
 pub fn ask_within(found: &Found, request: &Request, longest: Duration) -> anyhow::Result<Option<Peer>> {
-    let Some(process) = open_process(found.process)? else { return Ok(None) };
+    let Some(process) = open_process(found.process)? else {
+        anyhow::ensure!(
+            !found.is_there(),
+            "the supervisor (process {}) is in another PID namespace than this command, such as a container; run the command there",
+            found.process
+        );
+        return Ok(None);
+    };
     let supervisor = Supervisor { pid: found.process, process };
     ask_at(|pause| found.connect(Some(pause)), &supervisor, request, longest)
 }

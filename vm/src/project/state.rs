@@ -1,27 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The folder of a running project, and the lock and the door by which commands know that its supervisor lives.
+//! The folder of a running project, and the lock and the socket in it by which commands find its supervisor.
 //!
-//! `$XDG_RUNTIME_DIR/tombolo/` (root: `/run/tombolo/`) has one folder per project, named by the project and its [`Identity`]'s number: `lock` (held
-//! with flock by the supervisor, for as long as it lives) and the logs. Sockets are not files: the supervisor is found and reached by its standard
-//! input, a [`Door`] that is named for the project's [`Identity`], and QEMU talks to it over inherited descriptors. So a project is found by its
-//! compose file alone, whatever becomes of this folder, and nothing has to be swept up after a crash but that.
+//! `$XDG_RUNTIME_DIR/tombolo/` (root: `/run/tombolo/`) has one folder per project. It is named for the folder of the compose file and for a hash of the file's
+//! canonical path. In it are `lock`, which the supervisor holds with flock as long as it lives and which has its pid, `socket`, at which it listens,
+//! and the logs. A supervisor whose folder has vanished, as at the end of a login session, makes it again within a second once there is a place for it.
 
-use std::ffi::OsStr;
-use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::ffi::OsStrExt;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::fs::FlockOperation;
-use tombolo_zone::door::{self, Door, Found};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
-use crate::compose::Project;
-use crate::project::identity::{DOOR, Folder, Identity};
+use crate::compose::folder_name;
 
+/// The file in a project's folder that the supervisor has locked.
+const LOCK: &str = "lock";
+/// The supervisor's socket.
+const SOCKET: &str = "socket";
+/// Time for a process that has just taken a lock to write its pid.
+const PID: Duration = Duration::from_secs(1);
 /// Bits of a mode by which others could change a folder.
 const CHANGE: u32 = 0o022;
 /// Bits of a mode by which others could do anything with a folder.
@@ -153,166 +156,133 @@ pub fn at(path: &Path, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// A supervisor's door is its standard input, which it does not read: commands look at one descriptor of each process.
-const DOOR_NUMBER: u32 = 0;
+/// A supervisor that lives.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// Its process.
+    pub process: u32,
+    dir: PathBuf,
+}
 
-/// The supervisor that lives for this compose file, whatever its environment was: that of its folder, whatever its name was then, or else one that
-/// was started under this path (see [`Identity::is_of`]).
+impl Found {
+    /// The folder of its project.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Returns whether the process is still the project's supervisor.
+    pub fn is_there(&self) -> bool {
+        holder(&self.dir).is_ok_and(|holder| holder == Some(self.process))
+    }
+
+    /// Connects; `limit` is for a process whose backlog is full.
+    ///
+    /// # Errors
+    /// `NotFound` or `ConnectionRefused` if the process does not listen, `TimedOut` at the limit.
+    pub fn connect(&self, limit: Option<Duration>) -> io::Result<UnixStream> {
+        let folder = File::open(&self.dir)?;
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, limit)?;
+        match rustix::net::connect(&socket, &SocketAddrUnix::new(in_folder(&folder, SOCKET))?) {
+            Err(rustix::io::Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+            other => other?,
+        }
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
+        Ok(socket.into())
+    }
+}
+
+/// The path of a file in an open folder. The address of a socket has room for 107 bytes: too few for some paths.
+fn in_folder(folder: &File, name: &str) -> PathBuf {
+    format!("/proc/self/fd/{}/{name}", folder.as_raw_fd()).into()
+}
+
+/// The process that has the lock in a project's folder.
+fn holder(dir: &Path) -> io::Result<Option<u32>> {
+    let begun = Instant::now();
+    loop {
+        let file = match File::open(dir.join(LOCK)) {
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(None);
+            }
+            file => file?,
+        };
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) {
+            Err(rustix::io::Errno::WOULDBLOCK) => {}
+            free => return Ok(free.map(|()| None)?),
+        }
+        if let Ok(process) = io::read_to_string(&file)?.trim().parse() {
+            return Ok(Some(process));
+        }
+        if begun.elapsed() > PID {
+            let text = format!("{}: an unknown process has locked it", dir.join(LOCK).display());
+            return Err(io::Error::other(text));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The supervisor of the project with this compose file, if one lives.
 ///
 /// # Errors
-/// When /proc can't be read, or the supervisor lives and this process may not look at it.
-pub fn supervisor(file: &Path) -> io::Result<Option<Found>> {
-    let wanted = Identity::of(file);
-    let found = doors_of(&wanted, file)?;
-    if found.is_empty() {
-        let folders = folders_of(&wanted);
-        if let Some(hidden) = hidden()?.into_iter().find(|hidden| hidden.is_of(file, &folders)) {
-            let hidden = Hidden { file: Some(file.to_owned()), ..hidden };
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, hidden.to_string()));
-        }
-    }
-    let same_folder = found.iter().position(|door| {
-        Identity::of_door(door.name()).is_some_and(|identity| identity.has_folder_of(&wanted))
-    });
-    Ok(found.into_iter().nth(same_folder.unwrap_or_default()))
-}
-
-/// The folders for logs that this project can have in this environment; its name is not known.
-fn folders_of(wanted: &Identity) -> Vec<PathBuf> {
-    let end = format!("-{:08x}", folder_number(wanted));
-    let entries = base().ok().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
-    let is_its = |name: &OsStr| name.as_bytes().ends_with(end.as_bytes());
-    entries.filter(|entry| is_its(&entry.file_name())).map(|entry| entry.path()).collect()
-}
-
-/// The number in the name of a project's folder for logs.
-fn folder_number(identity: &Identity) -> u64 {
-    identity.number() & 0xffff_ffff
-}
-
-/// Returns whether a process has locked the file with this inode number by flock(2) (proc_locks(5)).
-fn has_locked(process: u32, inode: u64) -> bool {
-    let (process, inode) = (process.to_string(), format!(":{inode}"));
-    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
-    locks.lines().any(|line| {
-        let words: Vec<&str> = line.split_ascii_whitespace().collect();
-        matches!(words[..], [_, "FLOCK", _, _, by, file, ..] if by == process && file.ends_with(&inode))
-    })
-}
-
-/// The doors of supervisors of this project.
-fn doors_of(wanted: &Identity, file: &Path) -> io::Result<Vec<Found>> {
-    let mut found = door::find(|name| name.starts_with(DOOR), Some(DOOR_NUMBER))?;
-    found.retain(|door| {
-        Identity::of_door(door.name()).is_some_and(|identity| identity.is_of(door.process, wanted, file))
-    });
-    Ok(found)
+/// The runtime folder can't be used.
+pub fn supervisor(file: &Path) -> anyhow::Result<Option<Found>> {
+    let dir = StateDir::of(file)?.path;
+    let holder = holder(&dir).with_context(|| dir.display().to_string())?;
+    Ok(holder.map(|process| Found { process, dir }))
 }
 
 /// All supervisors of this user that live.
 ///
 /// # Errors
-/// When /proc can't be read.
-pub fn supervisors() -> io::Result<Vec<Found>> {
-    let mut all = door::find(|n| n.starts_with(DOOR), Some(DOOR_NUMBER))?;
-    all.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(all)
-}
-
-/// A supervisor of this user that this process may not look at: it has capabilities that this process lacks.
-#[derive(Debug)]
-pub struct Hidden {
-    process: u32,
-    /// The compose file under which it was started; `None`: it was upgraded since.
-    file: Option<PathBuf>,
-}
-
-impl fmt::Display for Hidden {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Hidden { process, file } = self;
-        let of = file.as_ref().map(|file| format!(" of {}", file.display())).unwrap_or_default();
-        write!(
-            f,
-            "a supervisor{of} lives (process {process}), and this command may not look at it, as it has capabilities that the command lacks \
-             ('grep Cap /proc/{process}/status'); run the command with the same ones, or as root"
-        )
-    }
-}
-
-impl Hidden {
-    /// The supervisor that a process is by its command line, which every process may read.
-    fn of(process: u32, line: &[u8]) -> Option<Hidden> {
-        let mut words = line.split(|&byte| byte == 0);
-        if words.next() != Some(b"tombolo") || !matches!(words.next(), Some(b"supervise" | b"supervise-on")) {
-            return None;
-        }
-        let file = words.skip_while(|word| *word != b"--file").nth(1);
-        Some(Hidden { process, file: file.map(|file| OsStr::from_bytes(file).into()) })
-    }
-
-    /// Returns whether it is the supervisor of this compose file, whose folders for logs these are: one that was upgraded is known by the lock of such a
-    /// folder.
-    fn is_of(&self, file: &Path, folders: &[PathBuf]) -> bool {
-        let has_lock = |folder: &PathBuf| {
-            folder.join("lock").metadata().is_ok_and(|lock| has_locked(self.process, lock.ino()))
-        };
-        self.file.as_ref().map_or_else(|| folders.iter().any(has_lock), |own| own == file)
-    }
-}
-
-/// Supervisors of this user that this process may not look at.
-///
-/// # Errors
-/// When /proc can't be read.
-pub fn hidden() -> io::Result<Vec<Hidden>> {
-    let user = format!("\nUid:\t{}\t", rustix::process::getuid().as_raw());
-    let mut hidden = Vec::new();
-    for entry in fs::read_dir("/proc")?.filter_map(Result::ok) {
-        let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let path = entry.path();
-        let door = fs::read_link(path.join("fd").join(DOOR_NUMBER.to_string()));
-        if !door.is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied) {
-            continue;
-        }
-        // One that ends meanwhile is none.
-        let found = Hidden::of(process, &fs::read(path.join("cmdline")).unwrap_or_default());
-        if found.is_some() && fs::read_to_string(path.join("status")).is_ok_and(|text| text.contains(&user)) {
-            hidden.extend(found);
-        }
-    }
-    Ok(hidden)
-}
-
-/// The number of supervisors of this user that live under another root folder, such as in a container.
-///
-/// # Errors
-/// When /proc can't be read.
-pub fn supervisors_elsewhere() -> io::Result<usize> {
-    Ok(door::find_elsewhere(|n| n.starts_with(DOOR), Some(DOOR_NUMBER))?.len())
-}
-
-/// Supervisors of other users that live; root alone finds some.
-///
-/// # Errors
-/// When /proc can't be read.
-pub fn supervisors_of_others() -> io::Result<Vec<Found>> {
-    let own = rustix::process::geteuid().as_raw();
-    door::find_of(|user| user != own, |name| name.starts_with(DOOR), Some(DOOR_NUMBER))
-}
-
-/// A sentence about another user's supervisor of this compose file, which root alone finds; commands of root's don't reach it.
-///
-/// # Errors
-/// When /proc can't be read.
-pub fn another_users(file: &Path) -> io::Result<Option<String>> {
-    let wanted = Identity::of(file);
-    let is_its = |found: &Found| {
-        Identity::of_door(found.name()).is_some_and(|identity| identity.is_of(found.process, &wanted, file))
+/// The runtime folder can't be read.
+pub fn supervisors() -> anyhow::Result<Vec<Found>> {
+    let base = base()?;
+    let entries = match fs::read_dir(&base) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(|e| at(&base, &e))?,
     };
-    let found = supervisors_of_others()?.into_iter().find(is_its);
-    Ok(found.map(|Found { process, user, .. }| {
-        format!("user {user} runs this project (process {process}); that user's commands reach it")
-    }))
+    let folders = entries.filter_map(Result::ok).map(|entry| entry.path());
+    let living = folders.filter_map(|dir| Some(Found { process: holder(&dir).ok()??, dir }));
+    let mut living: Vec<Found> = living.collect();
+    living.sort_by(|a, b| a.dir.cmp(&b.dir));
+    Ok(living)
+}
+
+/// The lock of a project's folder, and the socket at which its supervisor listens.
+#[derive(Debug)]
+pub struct Endpoint {
+    /// Of the lock's file.
+    lock: File,
+    listener: UnixListener,
+}
+
+impl Endpoint {
+    /// The descriptors that the program before this one has left.
+    pub fn resume(lock: File, listener: UnixListener) -> Endpoint {
+        Endpoint { lock, listener }
+    }
+
+    /// The locked file.
+    pub fn lock(&self) -> &File {
+        &self.lock
+    }
+
+    /// The listening socket.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// Returns whether its lock is the file in this folder.
+    pub fn is_in(&self, dir: &StateDir) -> bool {
+        is_at(&self.lock, &dir.path.join(LOCK))
+    }
+}
+
+/// Returns whether an open file is the one at this path.
+fn is_at(file: &File, path: &Path) -> bool {
+    path.metadata().is_ok_and(|there| file.metadata().is_ok_and(|own| own.ino() == there.ino()))
 }
 
 /// A project's folder.
@@ -322,26 +292,13 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// The folder of this project: its supervisor's, if one lives. It need not exist. The supervisor's is for reading: another environment
-    /// has named it.
+    /// The folder of the project with this compose file. It need not exist.
     ///
     /// # Errors
     /// See [`base`].
-    pub fn of(project: &Project) -> anyhow::Result<StateDir> {
-        let living = supervisor(&project.file)?;
-        if let Some(dir) = living.as_ref().and_then(|found| found.path.parent()) {
-            return Ok(StateDir { path: dir.to_owned() });
-        }
-        StateDir::own(project)
-    }
-
-    /// The folder of this project in this environment. It need not exist.
-    ///
-    /// # Errors
-    /// See [`base`].
-    pub fn own(project: &Project) -> anyhow::Result<StateDir> {
-        let number = folder_number(&Identity::of(&project.file));
-        Ok(StateDir { path: base()?.join(format!("{}-{number:08x}", project.name)) })
+    pub fn of(file: &Path) -> anyhow::Result<StateDir> {
+        let number = hash(file.as_os_str().as_encoded_bytes()) & 0xffff_ffff;
+        Ok(StateDir { path: base()?.join(format!("{}-{number:08x}", folder_name(file))) })
     }
 
     /// The folder at this path.
@@ -364,14 +321,14 @@ impl StateDir {
         self.path.join(format!("{vm}.qemu"))
     }
 
-    /// Makes the folder and takes its lock: `None` when a supervisor lives already. The lock lasts as long as the file.
+    /// Makes the folder and takes its lock: `None` when another process has it. The lock lasts as long as the file.
     ///
     /// # Errors
     /// Those of the file system.
     pub fn lock(&self) -> anyhow::Result<Option<File>> {
         loop {
             make_private(&self.path)?;
-            let path = self.path.join("lock");
+            let path = self.path.join(LOCK);
             let file = match File::options().create(true).truncate(false).write(true).open(&path) {
                 // What a dead supervisor has left can be looked at on a file system that has become read-only.
                 Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => File::open(&path),
@@ -384,10 +341,32 @@ impl StateDir {
                 Err(e) => return Err(e.into()),
             }
             // A process that removed the folder meanwhile has unlinked the locked file.
-            if path.metadata().is_ok_and(|m| file.metadata().is_ok_and(|f| f.ino() == m.ino())) {
+            if is_at(&file, &path) {
+                // Who finds it locked needs to know by whom; a full file system has no room for that.
+                let _full = fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
+                    .and_then(|()| file.set_len(0))
+                    .and_then(|()| write!(&file, "{}", std::process::id()));
                 return Ok(Some(file));
             }
         }
+    }
+
+    /// Takes the folder's lock and listens at its socket. `None`: another process is the project's supervisor.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn listen(&self) -> anyhow::Result<Option<Endpoint>> {
+        let Some(lock) = self.lock()? else { return Ok(None) };
+        let folder = File::open(&self.path)?;
+        let path = in_folder(&folder, SOCKET);
+        // One of a supervisor that was killed.
+        fs::remove_file(&path).or_else(absent)?;
+        let listener = UnixListener::bind(&path)
+            .and_then(|listener| {
+                fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map(|()| listener)
+            })
+            .map_err(|e| at(&self.path.join(SOCKET), &e))?;
+        Ok(Some(Endpoint { lock, listener }))
     }
 
     /// Returns whether no process has the lock. The folder is there.
@@ -395,7 +374,7 @@ impl StateDir {
     /// # Errors
     /// Those of the file system.
     pub fn is_free(&self) -> io::Result<bool> {
-        let file = File::open(self.path.join("lock"))?;
+        let file = File::open(self.path.join(LOCK))?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(true),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
@@ -434,47 +413,23 @@ impl StateDir {
             if begun.elapsed() >= limit {
                 anyhow::bail!(
                     "a supervisor that can't be reached any more keeps {} locked; 'fuser {0}' says which process",
-                    self.path.join("lock").display()
+                    self.path.join(LOCK).display()
                 );
             }
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// Makes a door of this process, which holds the lock and the compose file's folder, its standard input. `None`: another process has one
-    /// for this project, which it keeps in another folder.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn open_door(&self, file: &Path, folder: &Folder) -> io::Result<Option<Door>> {
-        let identity = Identity::in_folder(file, folder)?;
-        let name = identity.door();
-        // A supervisor that was killed in the middle of this.
-        let path = self.path.join(&name);
-        fs::remove_file(&path).or_else(absent)?;
-        let door = Door::open(&self.path, &name).map_err(|e| at(&path, &e))?;
-        rustix::stdio::dup2_stdin(door.handle())?;
-        // Of two that begin at the same time both may see the other here, never neither.
-        let others = doors_of(&identity, file)?;
-        if others.iter().any(|found| found.process != std::process::id()) {
-            self.close_door();
-            return Ok(None);
-        }
-        Ok(Some(door))
-    }
-
-    /// This process can't be found any more.
-    pub fn close_door(&self) {
-        let closed = File::open("/dev/null").and_then(|null| Ok(rustix::stdio::dup2_stdin(&null)?));
-        if closed.is_err() {
-            // Without a descriptor for /dev/null any other that is no door will do.
-            let _nothing_left = rustix::stdio::dup2_stdin(rustix::stdio::stderr());
+    /// Removes the socket: this process is not reached any more.
+    pub fn close(&self) {
+        if let Err(e) = fs::remove_file(self.path.join(SOCKET)).or_else(absent) {
+            crate::say!("{}: {e}", self.path.join(SOCKET).display());
         }
     }
 
     /// Called with the lock held by a supervisor that is about to end: the folder goes where no VM has left a log.
     pub fn withdraw(&self) {
-        self.close_door();
+        self.close();
         let logs = fs::read_dir(&self.path).is_ok_and(|entries| {
             entries.filter_map(Result::ok).any(|e| e.path().extension().is_some_and(|x| x == "console"))
         });

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The VMs that `down VM` has stopped, for `restart = "unless-stopped"`: a list per project that survives the host's reboot, in
-//! `$XDG_STATE_HOME/tombolo` (root: `/var/lib/tombolo`). It is that of the compose file's folder, whatever its name is, or of the file's path where
-//! the file system can't tell folders apart for long. Versions before that kept it for the path.
+//! `$XDG_STATE_HOME/tombolo` (root: `/var/lib/tombolo`).
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -14,7 +13,6 @@ use tombolo_passthrough::lock;
 
 use crate::compose::Project;
 use crate::compose::restart::Restart;
-use crate::project::identity::Identity;
 use crate::project::state;
 
 /// Time for another command to change a list.
@@ -25,14 +23,11 @@ const LOCK: Duration = Duration::from_secs(5);
 /// # Errors
 /// Those of the file system.
 pub fn list(project: &Project) -> io::Result<BTreeSet<String>> {
-    for path in of_folder(project).into_iter().chain([of_path(project)]) {
-        match std::fs::read_to_string(path) {
-            Ok(text) => return Ok(text.lines().map(str::to_owned).collect()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(e),
-        }
+    match std::fs::read_to_string(path_of(project)) {
+        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(BTreeSet::new()),
+        Err(e) => Err(e),
     }
-    Ok(BTreeSet::new())
 }
 
 /// Adds VMs to the list, those whose policy asks for it. Returns those that were not on it.
@@ -72,14 +67,8 @@ pub fn remove(project: &Project, vms: &[String]) -> io::Result<()> {
 }
 
 fn write(project: &Project, stopped: &BTreeSet<String>) -> io::Result<()> {
-    let path = of_folder(project).unwrap_or_else(|| of_path(project));
     let lines: String = stopped.iter().map(|vm| format!("{vm}\n")).collect();
-    state::write_atomically(&path, lines.as_bytes())?;
-    // An earlier version's, which another folder at that path would take for its own.
-    if path != of_path(project) && of_path(project).exists() {
-        std::fs::remove_file(of_path(project))?;
-    }
-    Ok(())
+    state::write_atomically(&path_of(project), lines.as_bytes())
 }
 
 /// Keeps other commands from changing lists until it is dropped. Other users may open the folder, and what they can open they could lock.
@@ -93,11 +82,7 @@ fn lock() -> io::Result<File> {
     file.and_then(|file| lock::take(&file, &path, LOCK).map(|()| file)).map_err(|e| state::at(&path, &e))
 }
 
-fn of_folder(project: &Project) -> Option<PathBuf> {
-    Some(dir().join(format!("{:016x}.folder.stopped", Identity::lasting(&project.file)?)))
-}
-
-fn of_path(project: &Project) -> PathBuf {
+fn path_of(project: &Project) -> PathBuf {
     let hash = state::hash(project.file.as_os_str().as_encoded_bytes());
     dir().join(format!("{:016x}.stopped", hash))
 }

@@ -11,7 +11,6 @@
 //! - `status`: the answer to `ps`. `upgrade`, `takeover`: the next program of this process.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -19,9 +18,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::Context;
 use rustix::process::{DumpableBehavior, Resource, Rlimit};
-use tombolo_zone::door::Door;
 
 use crate::child::main_thread;
 use crate::compose::Project;
@@ -29,13 +26,12 @@ use crate::machine::{Machine, Phase, disks};
 use crate::project::accelerator::Accelerator;
 use crate::project::barrier::{BACKGROUND, REQUESTS};
 use crate::project::control::Event;
-use crate::project::identity::Folder;
 use crate::project::journal;
 use crate::project::losses::Losses;
 use crate::project::network::Network;
 use crate::project::peer::{self, Peer};
 use crate::project::session;
-use crate::project::state::StateDir;
+use crate::project::state::{Endpoint, StateDir};
 use crate::project::zones::HostZone;
 use crate::thread;
 use lasting::Lasting;
@@ -76,7 +72,8 @@ struct Supervisor {
     dir: StateDir,
     /// The compose file's path when the project was started.
     origin: PathBuf,
-    ownership: Ownership,
+    /// By it this process is the project's supervisor.
+    endpoint: Mutex<Endpoint>,
     signals: session::Signals,
     inner: Mutex<Inner>,
     /// Held while VMs are started or stopped: one such request at a time.
@@ -88,15 +85,6 @@ struct Supervisor {
     lasting: Lasting,
     /// Switches and servers that run on reserved CPUs.
     confined: Mutex<services::Confined>,
-}
-
-/// The lock and the door of a project. The process that holds them is the project's supervisor.
-struct Ownership {
-    /// The lock of the project's folder for logs; `None`: an upgrade has lost it.
-    lock: Option<File>,
-    door: Door,
-    /// The compose file's. `None`: a program without that rule has started the project, and the folder is gone.
-    folder: Option<Folder>,
 }
 
 struct Inner {
@@ -190,8 +178,8 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let mut peer = Peer::new(control);
     let state = StateDir::at(dir.to_owned());
     let queue = main_thread::claim();
-    let ownership = match settle(&state, &project) {
-        Ok(Some(ownership)) => ownership,
+    let endpoint = match settle(&state) {
+        Ok(Some(endpoint)) => endpoint,
         Ok(None) => return Ok(peer.send(&Event::Taken)?),
         Err(e) => {
             let message = format!("the project's folder {} can't be used: {e:#}", dir.display());
@@ -200,7 +188,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     };
     let inside = REQUESTS.enter("the command that started the project");
     let begun = session::signals().and_then(|signals| {
-        let supervisor = Arc::new(Supervisor::new(state, ownership, signals, project));
+        let supervisor = Arc::new(Supervisor::new(state, endpoint, signals, project));
         supervisor.lock().requests = 1;
         supervisor.attend_to_all(&|name, work| thread::start(name, work()).map(drop))?;
         Ok(supervisor)
@@ -233,11 +221,8 @@ fn end() {
 }
 
 /// Makes this process the project's supervisor. `None`: another process is the supervisor.
-fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Ownership>> {
-    let Some(lock) = state.lock()? else { return Ok(None) };
-    let folder =
-        Folder::of(&project.file).with_context(|| format!("the folder of {}", project.file.display()))?;
-    let Some(door) = state.open_door(&project.file, &folder)? else { return Ok(None) };
+fn settle(state: &StateDir) -> anyhow::Result<Option<Endpoint>> {
+    let Some(endpoint) = state.listen()? else { return Ok(None) };
     be_seen()?;
     crate::log::open(&state.path().join("supervisor.log"))?;
     // Those of a supervisor that was killed: what they lie over may have changed since.
@@ -245,7 +230,7 @@ fn settle(state: &StateDir, project: &Project) -> anyhow::Result<Option<Ownershi
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
-    Ok(Some(Ownership { lock: Some(lock), door, folder: Some(folder) }))
+    Ok(Some(endpoint))
 }
 
 /// Lets other processes of this user that have no fewer capabilities look at this one, also where its program's file gives it some.
@@ -254,11 +239,11 @@ fn be_seen() -> std::io::Result<()> {
 }
 
 impl Supervisor {
-    fn new(dir: StateDir, ownership: Ownership, signals: session::Signals, project: Project) -> Supervisor {
+    fn new(dir: StateDir, endpoint: Endpoint, signals: session::Signals, project: Project) -> Supervisor {
         Supervisor {
             dir,
             origin: project.file.clone(),
-            ownership,
+            endpoint: Mutex::new(endpoint),
             signals,
             inner: Mutex::new(Inner {
                 project,
@@ -298,7 +283,29 @@ impl Supervisor {
         let admitting = self.clone();
         let serve = Arc::new(move |connection| admitting.admit(connection));
         let serve = serve as Arc<dyn Fn(Connection) + Send + Sync>;
-        reception::receive(self.ownership.door.listener(), &serve);
+        let listener = self.endpoint().listener().try_clone();
+        match listener {
+            Ok(listener) => reception::receive(&listener, &serve),
+            Err(e) => crate::say!("no command is heard: {e}"),
+        }
+    }
+
+    fn endpoint(&self) -> MutexGuard<'_, Endpoint> {
+        self.endpoint.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the project's folder, its lock and its socket again where they have vanished.
+    fn tend_endpoint(self: &Arc<Self>) {
+        if self.is_ending() || self.lock().withdrawn || self.endpoint().is_in(&self.dir) {
+            return;
+        }
+        // There may be no place for it, and another user's folder may be in that place.
+        let Ok(Some(endpoint)) = self.dir.renew().and_then(|()| self.dir.listen()) else { return };
+        *self.endpoint() = endpoint;
+        let own = self.clone();
+        if let Err(e) = thread::start("control", move || own.receive()) {
+            crate::say!("no command is heard: {e}");
+        }
     }
 
     fn hear_signals(self: &Arc<Self>) {
@@ -314,8 +321,9 @@ impl Supervisor {
     }
 
     /// Looks after zones for as long as the process lives.
-    fn tend(&self) {
+    fn tend(self: &Arc<Self>) {
         loop {
+            self.tend_endpoint();
             let inside = BACKGROUND.enter("the care of zones");
             for zone in self.all_zones() {
                 if let Err(e) = zone.tend() {

@@ -145,15 +145,6 @@ impl Supervisor {
     /// # Errors
     /// The files that the VM had can't be had.
     fn wanted_again(&self, old: &Arc<Machine>, attempt: Option<u32>) -> anyhow::Result<Wanted> {
-        if let Some(now) = self.ownership.folder.as_ref().and_then(|own| own.replaced_at(old.folder())) {
-            anyhow::bail!(
-                "{} is another folder than the one in which the VM was started, which is {} now; 'tombolo restart {}' there starts it with the files \
-                 there",
-                old.folder().display(),
-                now.display(),
-                old.name()
-            );
-        }
         let project = self.lock().project.clone();
         let near = project.file.parent().unwrap_or(Path::new("/"));
         Ok(Wanted {

@@ -149,7 +149,7 @@ impl Supervisor {
                 reporter.send(&Event::Note { text: text.into() });
             }
             self.lock().withdrawn = true;
-            self.dir.close_door();
+            self.dir.close();
             self.dir.remove();
             return Ok(());
         }

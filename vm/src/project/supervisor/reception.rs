@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The supervisor's door: accepts connections for as long as the process lives, also when it has run out of file descriptors.
+//! Accepts the connections of commands for as long as the process lives, also when it has run out of file descriptors.
 //!
 //! One descriptor is kept in reserve. When none is left, it makes room for one more connection at a time, for the commands that need no
 //! other descriptor: `ps` and `down` (see [`Connection::scarce`]).
@@ -104,7 +104,7 @@ pub fn receive(listener: &UnixListener, serve: &Arc<dyn Fn(Connection) + Send + 
     }
 }
 
-/// The kernel lets no other user near the door; this is a second look.
+/// The project's folder lets no other user near its socket; this is a second look.
 fn is_own(socket: &UnixStream) -> bool {
     let own = rustix::process::geteuid().as_raw();
     tombolo_listen::peer::of(socket).is_ok_and(|peer| [own, 0].contains(&peer.user))

@@ -229,7 +229,7 @@ impl Supervisor {
     }
 
     /// Counts a request that has ended. Returns whether the caller must end this process: a supervisor without requests and VMs has nothing
-    /// to do. It has then closed its zones and its door.
+    /// to do. It has then closed its zones and its socket.
     pub(super) fn leave(&self) -> bool {
         let mut inner = self.lock();
         inner.requests -= 1;

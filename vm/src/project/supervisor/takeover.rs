@@ -2,35 +2,32 @@
 //! The next program of a supervisor's process takes over what the one before has noted (`upgrade`).
 //!
 //! Each part is taken over by itself: one that can't be is noted in [`Losses`], with its remedy, and the others go on. Only without the project's
-//! door, through which commands come, does the process end, and with it all that it has started.
+//! socket, through which commands come, does the process end, and with it all that it has started.
 
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
-use tombolo_zone::door::DoorState;
 use tombolo_zone::keep::Kept;
 
 use super::lasting::What;
 use super::upgrade::State;
-use super::{Ownership, Reporter, Supervisor};
+use super::{Reporter, Supervisor};
 use crate::child::{Guarded, main_thread};
 use crate::guest::health;
 use crate::machine::{Machine, growth};
 use crate::project::accelerator::Accelerator;
 use crate::project::barrier::{BACKGROUND, REQUESTS};
 use crate::project::control::{Event, Request};
-use crate::project::identity::Folder;
 use crate::project::journal::{self, Since};
 use crate::project::losses::Losses;
 use crate::project::network::Network;
 use crate::project::peer::Peer;
 use crate::project::session;
-use crate::project::state::StateDir;
+use crate::project::state::{Endpoint, StateDir};
 use crate::project::upgrade;
 use crate::project::zones::HostZone;
 use crate::thread;
@@ -52,7 +49,7 @@ struct Answer {
 /// Goes on as the supervisor that this process was in another program; `refused`: why another one did not.
 ///
 /// # Errors
-/// When the project has no door any more, memory runs out, or no VM is left for which a thread is waited for: the process ends then, and with it all
+/// When the project has no socket any more, memory runs out, or no VM is left for which a thread is waited for: the process ends then, and with it all
 /// that it has started.
 pub fn go_on(state: RawFd, refused: Option<String>) -> anyhow::Result<()> {
     let queue = main_thread::claim();
@@ -111,13 +108,13 @@ impl Supervisor {
         // It is needed for the way back only.
         let _closed = state.head.program.take();
         let dir = StateDir::at(state.dir);
-        let ownership = own(&dir, &state.project.file, (state.lock, state.door, state.folder))?;
+        let endpoint = endpoint_of(&dir, state.lock, state.listener)?;
         let signals = session::signals()?;
         if let Ok(before) = state.signals.take() {
             signals.take_over(UnixStream::from(before));
         }
         upgrade::block_signals(false);
-        let mut supervisor = Supervisor::new(dir, ownership, signals, state.project);
+        let mut supervisor = Supervisor::new(dir, endpoint, signals, state.project);
         if let Some(origin) = state.origin {
             supervisor.origin = origin;
         }
@@ -292,29 +289,14 @@ impl Supervisor {
     }
 }
 
-/// What makes this process the project's supervisor. A lock or a door that can't be taken over is had anew.
+/// The lock and the socket of the program before, or new ones where their descriptors are gone.
 ///
 /// # Errors
-/// There is no door.
-fn own(
-    dir: &StateDir,
-    file: &Path,
-    (lock, door, folder): (Option<Kept>, DoorState, Option<Kept>),
-) -> anyhow::Result<Ownership> {
-    let folder = match folder {
-        Some(kept) => Folder::resume(kept).or_else(|_| Folder::of(file)),
-        // The program before did not hold it.
-        None => Folder::of(file),
-    };
-    let folder = folder.ok();
-    let lock = match lock.map(Kept::take).transpose() {
-        Ok(lock) => lock.map(Into::into),
-        // It is free, if its descriptor is gone.
-        Err(_) => dir.lock().ok().flatten(),
-    };
-    let door = door.resume().map_err(anyhow::Error::from).or_else(|e| {
-        let anew = folder.as_ref().and_then(|own| dir.open_door(file, own).ok().flatten());
-        anew.with_context(|| format!("the project's door is lost: {e:#}"))
-    })?;
-    Ok(Ownership { lock, door, folder })
+/// There is no socket.
+fn endpoint_of(dir: &StateDir, lock: Kept, listener: Kept) -> anyhow::Result<Endpoint> {
+    match (lock.take(), listener.take()) {
+        (Ok(lock), Ok(listener)) => Ok(Endpoint::resume(lock.into(), UnixListener::from(listener))),
+        // What is left of the two is closed, which frees the lock.
+        _ => dir.listen()?.context("another process has taken the project's lock"),
+    }
 }

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use tombolo_zone::door::DoorState;
 use tombolo_zone::doorbell::handover::Paused;
 use tombolo_zone::keep::{Keep, Kept};
 
@@ -49,10 +48,8 @@ pub(super) struct State {
     pub(super) project: Project,
     #[serde(alias = "accel")]
     pub(super) hypervisor: String,
-    pub(super) lock: Option<Kept>,
-    pub(super) door: DoorState,
-    #[serde(default)]
-    pub(super) folder: Option<Kept>,
+    pub(super) lock: Kept,
+    pub(super) listener: Kept,
     pub(super) signals: Kept,
     /// The client of the upgrade.
     pub(super) client: Option<Kept>,
@@ -229,15 +226,15 @@ impl Supervisor {
         }
         let networks = inner.networks.iter().map(|(name, net)| (name.clone(), net.hand_over(keep))).collect();
         let head = Head { format: FORMAT, version: crate::VERSION.to_owned(), program: own.keep(keep) };
+        let endpoint = self.endpoint();
         let state = State {
             head,
             dir: self.dir.path().to_owned(),
             origin: Some(self.origin.clone()),
             project: inner.project.clone(),
             hypervisor: inner.hypervisor.clone(),
-            lock: self.ownership.lock.as_ref().map(|lock| keep.add(lock)),
-            door: DoorState::of(&self.ownership.door, keep),
-            folder: self.ownership.folder.as_ref().map(|folder| folder.keep(keep)),
+            lock: keep.add(endpoint.lock()),
+            listener: keep.add(endpoint.listener()),
             signals: keep.add(self.signals.socket()),
             client: Some(keep.add(client)),
             machines: Vec::new(),
