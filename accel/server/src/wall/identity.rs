@@ -49,9 +49,9 @@ fn effective(status: &str) -> u64 {
 const NEEDED: u64 = 1 << 6 | 1 << 7 | 1 << 8 | 1 << 21;
 /// CAP_SETFCAP: to map root, of a server that is root in a user namespace (a container), into the namespace of a worker.
 const MAPS_ROOT: u64 = 1 << 31;
-/// CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_RESOURCE: sockets and zones in folders of others, ending workers, low ports, their place among those
-/// that end when memory does.
-const USED: u64 = 1 << 1 | 1 << 5 | 1 << 10 | 1 << 24;
+/// CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE: sockets and zones in folders of others, ending workers, low ports, zones that are
+/// descriptors of a supervisor with more capabilities, their place among those that end when memory does.
+const USED: u64 = 1 << 1 | 1 << 5 | 1 << 10 | 1 << 19 | 1 << 24;
 
 impl Identity {
     /// The identity that this process can give to its workers.
