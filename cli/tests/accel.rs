@@ -245,7 +245,7 @@ fn a_supervisor_that_is_killed_takes_its_server_along() {
     done(&mut native(lab.command(&["up"])));
     assert_eq!(accelerator(&lab)["state"], "serving");
     signal(u32::try_from(lab.ps()["supervisor"].as_u64().unwrap()).unwrap(), "KILL");
-    lab.assert_nothing_left();
+    lab.assert_no_process_left();
     done(&mut native(lab.command(&["up"])));
     lab.good(&["down"]);
     lab.assert_nothing_left();

@@ -207,7 +207,7 @@ fn a_switch_that_is_stopped_ends_with_its_killed_supervisor_and_takes_its_socket
             signal(*process, "STOP");
         }
         signal(number(&lab.ps()["supervisor"]), "KILL");
-        lab.assert_nothing_left();
+        lab.assert_no_process_left();
     }
 }
 

@@ -295,7 +295,7 @@ fn a_supervisor_that_is_killed_takes_its_switch_along() {
     let lab = Lab::new("[net.lan]\n[vm.a]\nkernel = \"6.1\"\nready = \"running\"\nnetworks = [\"lan\"]\n");
     lab.good(&["up"]);
     signal(u32::try_from(lab.ps()["supervisor"].as_u64().unwrap()).unwrap(), "KILL");
-    lab.assert_nothing_left();
+    lab.assert_no_process_left();
     lab.good(&["up"]);
     lab.good(&["down"]);
     lab.assert_nothing_left();

@@ -350,6 +350,8 @@ fn what_a_script_starts_beside_a_qemu_and_a_qemu_of_another_user_end_with_a_supe
         assert!(ps["vms"].as_array().unwrap().iter().all(|vm| vm["state"] == "up"), "{ps}");
         assert_eq!(lab.processes().len(), 5, "the supervisor, two QEMUs, and one beside each");
         common::signal(common::stand_in::number(&ps["supervisor"]), "KILL");
+        lab.assert_no_process_left();
+        lab.good(&["down"]);
         lab.assert_nothing_left();
     }
 }

@@ -97,13 +97,18 @@ impl Lab {
         found
     }
 
-    /// Waits until no process is left, and looks for sockets.
-    pub fn assert_nothing_left(&self) {
+    /// Waits until no process is left.
+    pub fn assert_no_process_left(&self) {
         let start = Instant::now();
         while !self.processes().is_empty() {
             assert!(start.elapsed() < TIMEOUT, "left behind: {:?}", self.processes());
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// Waits until no process is left, and looks for sockets.
+    pub fn assert_nothing_left(&self) {
+        self.assert_no_process_left();
         let mut folders = vec![self.dir.path().to_owned()];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(&folder).unwrap() {
