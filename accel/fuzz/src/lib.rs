@@ -43,10 +43,13 @@ impl Numbers<'_> {
     }
 }
 
+/// Decodes a body and encodes it again.
+type Recode = fn(u32, &[u8], &mut Vec<u8>) -> Option<Result<(), Malformed>>;
+
 /// What is generated from the declarations of an API.
 struct Api {
     functions: &'static [(u32, &'static str)],
-    recode: fn(u32, &[u8], &mut Vec<u8>) -> Option<Result<(), Malformed>>,
+    recode: Recode,
     make: fn(u32, &mut dyn FnMut() -> u64, &mut Vec<u8>) -> bool,
     /// Small numbers stay below this, so that many of them name an object that there is.
     small: u64,
