@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! CUDA programs on the test device itself and forwarded, of which all that they print is compared.
+
+mod rig;
+
+use rig::{Server, compile_for, folder, library, run};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// NVIDIA's compiler and runtime.
+fn toolkit() -> &'static Path {
+    static TOOLKIT: OnceLock<PathBuf> = OnceLock::new();
+    TOOLKIT.get_or_init(|| {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cuda-toolkit");
+        let output = run(Command::new(script).arg("nvcc"));
+        PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
+    })
+}
+
+/// A folder with a library of the build under the name that programs load. A copy: a confined worker sees the folder, and not where a link leads.
+fn driver(which: &str, built: &str) -> PathBuf {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let beside = std::fs::read_to_string(library().join("tombolo.icd")).expect("written by the rig");
+    let folder = folder().join(which);
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let fresh = folder.join(format!("fresh-{}", std::process::id()));
+    std::fs::copy(Path::new(&beside).with_file_name(built), &fresh).expect("copied");
+    std::fs::rename(&fresh, folder.join("libcuda.so.1")).expect("renamed");
+    folder
+}
+
+/// The test device.
+fn device() -> &'static Path {
+    static DEVICE: OnceLock<PathBuf> = OnceLock::new();
+    DEVICE.get_or_init(|| driver("cuda-device", "libtombolo_cuda_device.so"))
+}
+
+/// The library that forwards.
+fn client() -> &'static Path {
+    static CLIENT: OnceLock<PathBuf> = OnceLock::new();
+    CLIENT.get_or_init(|| driver("cuda-client", "libtombolo_cuda.so"))
+}
+
+fn paths(first: &Path) -> String {
+    format!("{}:{}", first.display(), toolkit().join("lib").display())
+}
+
+/// A program of accel/tests/cuda, compiled.
+fn compiled(name: &str) -> PathBuf {
+    let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cuda")).join(name);
+    let program = folder().join(format!("cuda-{name}")).with_extension("");
+    let (toolkit, client) = (toolkit(), client());
+    let lib = |folder: &Path| format!("-L{}", folder.display());
+    compile_for(&program, |fresh| {
+        let mut command;
+        if name.ends_with(".cu") {
+            command = Command::new(toolkit.join("bin/nvcc"));
+            command.args(["-std=c++17", "-cudart", "shared", "-arch=compute_80", "-code=compute_80"]);
+            command.arg(lib(&toolkit.join("lib")));
+        } else {
+            command = Command::new("cc");
+            command.arg(format!("-I{}", toolkit.join("include").display()));
+        }
+        command.arg(&source).arg("-o").arg(fresh);
+        if !name.ends_with(".cu") {
+            command.args([lib(client).as_str(), "-l:libcuda.so.1"]);
+        }
+        command
+    });
+    program
+}
+
+fn serve(name: &str, options: &[&str]) -> Server {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
+    command.env("LD_LIBRARY_PATH", device());
+    Server::run(command, name, options)
+}
+
+fn directly(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env("LD_LIBRARY_PATH", paths(device()));
+    command
+}
+
+fn forwarded(server: &Server, program: &Path) -> Command {
+    let mut command = server.program(program);
+    command.env("LD_LIBRARY_PATH", paths(client()));
+    command
+}
+
+fn text(command: &mut Command) -> String {
+    String::from_utf8(run(command).stdout).expect("text")
+}
+
+#[test]
+fn programs_of_nvcc_print_forwarded_what_they_print_on_the_device() {
+    let server = serve("cuda-program", &[]);
+    for (name, last) in
+        [("vector_add.cu", "done\n"), ("gemm.cu", "ok\n"), ("reduce.cu", "ok\n"), ("groups.cu", "ok\n")]
+    {
+        let program = compiled(name);
+        let expected = text(&mut directly(&program));
+        assert!(expected.ends_with(last), "{name}: {expected}");
+        assert_eq!(text(&mut forwarded(&server, &program)), expected, "{name}");
+    }
+    server.end();
+}
+
+#[test]
+fn a_client_has_its_quota_and_no_memory_of_others() {
+    let (server, program) = (serve("cuda-quota", &["--memory", "64"]), compiled("quota.c"));
+    let printed = text(forwarded(&server, &program).arg("16"));
+    let expected = "before cuInit: CUDA_ERROR_NOT_INITIALIZED\n\
+        without a context: CUDA_ERROR_INVALID_CONTEXT\n\
+        64 of 64 MiB\n\
+        4 allocations, 0 MiB left, then CUDA_ERROR_OUT_OF_MEMORY\n\
+        freed: CUDA_SUCCESS\n\
+        freed twice: CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE\n\
+        inside: CUDA_ERROR_INVALID_VALUE\n\
+        beyond the end: CUDA_ERROR_INVALID_VALUE\n\
+        memory of this process: CUDA_ERROR_INVALID_VALUE\n\
+        nothing: CUDA_SUCCESS\n\
+        found: 1 0\n\
+        found: 1 1\n\
+        not forwarded: CUDA_ERROR_NOT_SUPPORTED\n\
+        released: CUDA_ERROR_INVALID_CONTEXT\n";
+    assert_eq!(printed, expected);
+    // What it took came back with it.
+    assert_eq!(text(forwarded(&server, &program).arg("16")), expected);
+    assert!(server.end().contains("a client's quota is reached"));
+}
+
+#[test]
+fn opencl_and_cuda_are_served_at_once_and_a_server_without_cuda_says_so() {
+    let (server, program) = (Server::start("cuda-none", &[]), compiled("quota.c"));
+    let output = forwarded(&server, &program).arg("1").output().expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("libcuda.so.1 was not found"), "{said}");
+    server.end();
+    let server = serve("cuda-both", &[]);
+    let both = [forwarded(&server, &program).arg("1").output(), run_opencl(&server)];
+    assert!(both.into_iter().all(|output| output.expect("it runs").status.success()));
+    server.end();
+}
+
+fn run_opencl(server: &Server) -> std::io::Result<std::process::Output> {
+    server.program(&rig::compiled("sizes")).output()
+}
