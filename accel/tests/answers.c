@@ -59,66 +59,6 @@ static void image_maps(void)
 	}
 }
 
-/* The host's access to an object, allowed and refused; bytes that it doesn't write stay. */
-static void host_access(void)
-{
-	unsigned char data[64], back[64] = {0};
-	size_t zero[3] = {0}, row[3] = {8, 2, 1};
-	cl_mem_flags flags[] = {CL_MEM_HOST_WRITE_ONLY, CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_NO_ACCESS};
-	cl_image_format format = {CL_RGBA, CL_UNSIGNED_INT8};
-	cl_image_desc desc = {.image_type = CL_MEM_OBJECT_IMAGE2D, .image_width = 8, .image_height = 2};
-
-	memset(data, 3, sizeof data);
-	for (int i = 0; i < 3; i++) {
-		cl_mem m, plain, part, image;
-		cl_mem_flags told = 0;
-		unsigned char *p;
-		MAKE(m, clCreateBuffer(context, flags[i] | CL_MEM_COPY_HOST_PTR, sizeof data, data, &code));
-		MAKE(plain, clCreateBuffer(context, 0, sizeof data, NULL, &code));
-		MAKE(p, clEnqueueMapBuffer(queue, m, CL_TRUE, CL_MAP_WRITE, 0, 64, 0, NULL, NULL, &code));
-		if (p) {
-			p[1] = 9;
-			SAY(clEnqueueUnmapMemObject(queue, m, p, 0, NULL, NULL));
-		}
-		MAKE(p, clEnqueueMapBuffer(queue, m, CL_TRUE, CL_MAP_WRITE_INVALIDATE_REGION, 8, 8, 0, NULL, NULL, &code));
-		if (p) {
-			memset(p, 1, 8);
-			SAY(clEnqueueUnmapMemObject(queue, m, p, 0, NULL, NULL));
-		}
-		MAKE(p, clEnqueueMapBuffer(queue, m, CL_TRUE, CL_MAP_READ, 0, 64, 0, NULL, NULL, &code));
-		if (p)
-			SAY(clEnqueueUnmapMemObject(queue, m, p, 0, NULL, NULL));
-		MAKE(p, clEnqueueMapBuffer(queue, m, CL_TRUE, CL_MAP_READ, 60, 64, 0, NULL, NULL, &code));
-		SAY(clEnqueueReadBuffer(queue, m, CL_TRUE, 0, 64, back, 0, NULL, NULL));
-		SAY(clEnqueueWriteBuffer(queue, m, CL_TRUE, 0, 1, data, 0, NULL, NULL));
-		SAY(clEnqueueReadBufferRect(queue, m, CL_TRUE, zero, zero, row, 0, 0, 0, 0, back, 0, NULL, NULL));
-		SAY(clEnqueueWriteBufferRect(queue, m, CL_TRUE, zero, zero, row, 0, 0, 0, 0, data, 0, NULL, NULL));
-		SAY(clGetMemObjectInfo(m, CL_MEM_FLAGS, sizeof told, &told, NULL));
-		printf("     flags %lx\n", (long)told);
-		SAY(clEnqueueCopyBuffer(queue, m, plain, 0, 0, 64, 0, NULL, NULL));
-		SAY(clEnqueueReadBuffer(queue, plain, CL_TRUE, 0, 64, back, 0, NULL, NULL));
-		printf("     %d %d %d %d\n", back[0], back[1], back[9], back[63]);
-		for (int k = 0; k < 3; k++) {
-			cl_buffer_region region = {0, 32};
-			MAKE(part, clCreateSubBuffer(m, flags[k], CL_BUFFER_CREATE_TYPE_REGION, &region, &code));
-			if (part)
-				clReleaseMemObject(part);
-		}
-		MAKE(image, clCreateImage(context, flags[i], &format, &desc, NULL, &code));
-		row[0] = 8;
-		SAY(clEnqueueReadImage(queue, image, CL_TRUE, zero, row, 0, 0, back, 0, NULL, NULL));
-		SAY(clEnqueueWriteImage(queue, image, CL_TRUE, zero, row, 0, 0, data, 0, NULL, NULL));
-		size_t pitch;
-		MAKE(p, clEnqueueMapImage(queue, image, CL_TRUE, CL_MAP_WRITE, zero, row, &pitch, NULL, 0, NULL, NULL, &code));
-		if (p)
-			SAY(clEnqueueUnmapMemObject(queue, image, p, 0, NULL, NULL));
-		clReleaseMemObject(image);
-		clReleaseMemObject(plain);
-		clReleaseMemObject(m);
-	}
-	SAY(clFinish(queue));
-}
-
 /* A buffer over shared virtual memory is at the address that the program knows, also for kernels. */
 static void shared_memory(void)
 {
@@ -344,8 +284,7 @@ int main(int n, char **v)
 		own_memory();
 	} else {
 		image_maps();
-		host_access();
-		shared_memory();
+			shared_memory();
 		changing();
 		printing();
 		programs();

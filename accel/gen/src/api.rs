@@ -159,6 +159,11 @@ pub struct Symbol {
     pub threaded: bool,
 }
 
+/// Returns whether a parameter travels in the record as it is.
+fn travels(ty: &Type) -> bool {
+    !matches!(ty, Type::Out(_) | Type::Ptr | Type::Data | Type::Host(_))
+}
+
 impl Function {
     /// Returns whether a flag is set.
     pub fn is(&self, flag: &str) -> bool {
@@ -200,23 +205,13 @@ impl Function {
         self.name.starts_with(|c: char| c.is_ascii_lowercase()) && !self.name.starts_with("tombolo")
     }
 
-    /// Returns whether a parameter travels in the record as it is.
-    fn travels(&self, ty: &Type) -> bool {
-        match ty {
-            Type::Out(_) | Type::Ptr | Type::Data | Type::Host(_) => false,
-            // A write has taken the program's bytes when it returns, so the driver never blocks for it.
-            Type::Blocking => self.class != Class::Transfer(Direction::Writes),
-            _ => true,
-        }
-    }
-
     /// The fields of its record, with those that the class implies.
     pub fn fields(&self) -> Vec<Param> {
         let implied = |name: &str, ty| Param { name: name.into(), ty };
         let u64s = || Type::Int("u64".into());
         let mut fields: Vec<Param> = match &self.wire {
             Some(wire) => wire.clone(),
-            None => self.params.iter().filter(|p| self.travels(&p.ty)).cloned().collect(),
+            None => self.params.iter().filter(|p| travels(&p.ty)).cloned().collect(),
         };
         if matches!(self.class, Class::Transfer(_)) && self.wire.is_none() {
             fields.extend([implied("data", u64s()), implied("ticket", u64s())]);

@@ -227,9 +227,11 @@ fn transfer(out: &mut String, api: &Api, f: &Function, direction: Direction) -> 
             arguments(f, memory)
         )?;
     }
-    let call = match direction {
-        Direction::Reads => "read(".to_string(),
-        Direction::Writes => format!("write({} != 0, ", parameter(Type::Blocking)),
+    let blocking = parameter(Type::Blocking);
+    // A write that looks complete to the program doesn't block for the device.
+    let (call, blocks) = match direction {
+        Direction::Reads => ("read(".to_string(), String::new()),
+        Direction::Writes => (format!("write({blocking} != 0, "), format!(", {blocking}")),
     };
     writeln!(
         out,
@@ -237,7 +239,7 @@ fn transfer(out: &mut String, api: &Api, f: &Function, direction: Direction) -> 
     )?;
     writeln!(
         out,
-        "        unsafe {{ transfer::{call}{}, host, {}, event, |slot, event| {{",
+        "        unsafe {{ transfer::{call}{}, host, {}, event, |slot, event{blocks}| {{",
         objects[0],
         command_type(api, f)
     )?;

@@ -41,7 +41,6 @@ fn argument(api: &Api, f: &Function, name: &str, ty: &Type) -> (Option<String>, 
             (Some(statement), format!("&mut {n}"))
         }
         Type::Int(_) => (None, format!("r.{n}")),
-        Type::Blocking if f.class == Class::Transfer(Direction::Writes) => (None, "0".into()),
         Type::Blocking => (None, format!("r.{n}")),
         Type::Handle(kind, optional) => {
             let get = if *optional { "maybe" } else { "get" };
@@ -123,7 +122,7 @@ fn handler(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
     let args = convert(out, api, f)?;
     checks(out, f)?;
     window(out, f)?;
-    if let (Class::Enqueue, Some(field)) = (&f.class, blocking(f)) {
+    if let Some(field) = blocking(f) {
         writeln!(out, "    if r.{field} != 0 {{\n        cx.may_block()?;\n    }}")?;
     }
     if f.is("blocks") {
@@ -147,11 +146,7 @@ fn handler(out: &mut String, api: &Api, f: &Function) -> std::fmt::Result {
             writeln!(out, "    cx.transfer(&r.waits, r.event, r.ticket, None, {enqueued})\n}}")
         }
         Class::Transfer(Direction::Reads) => {
-            let blocks = blocking(f).map_or("false".into(), |field| format!("r.{field} != 0"));
-            writeln!(
-                out,
-                "    cx.fill(&r.waits, r.event, (r.ticket, {blocks}), (r.data, len), {enqueued})\n}}"
-            )
+            writeln!(out, "    cx.transfer(&r.waits, r.event, r.ticket, Some((r.data, len)), {enqueued})\n}}")
         }
         Class::Create(kind) => writeln!(
             out,

@@ -4,7 +4,7 @@
 //! blocking write waits for the device, and a call that makes a second queue or such an event waits for the writes before.
 
 use crate::rt::{self, Handle, Id, New, Obj};
-use crate::state::{As, Body};
+use crate::state::Body;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tombolo_accel_spec::opencl::{self as wire, cl};
 
@@ -82,8 +82,7 @@ impl Write {
     /// Of a queue; `command` is its event's, which the program wants or not.
     pub fn new(queue: Obj, blocking: bool, wanted: bool, command: u32) -> Result<Write, i32> {
         let waits = blocking && (wanted || !looks_complete(queue));
-        let new = rt::new_event(queue, wanted || waits, command)?;
-        Ok(Write { queue, blocking, waits, new })
+        Ok(Write { queue, blocking, waits, new: rt::new_event(queue, wanted, command)? })
     }
 
     /// The id of its event; 0: it has none.
@@ -91,37 +90,25 @@ impl Write {
         self.new.id()
     }
 
-    /// Ends a write that was sent: waits for the device if it must, and gives the program its event.
+    /// Returns whether the driver blocks for it.
+    pub fn waits(&self) -> bool {
+        self.waits
+    }
+
+    /// Ends a write that was sent, and gives the program its event.
     ///
     /// # Safety
     /// `event` is null or points to room for a handle.
     pub unsafe fn sent(self, event: *mut Handle) -> Result<(), i32> {
-        let Write { queue, blocking, waits, new } = self;
-        let Some(object) = new.object() else {
-            if blocking {
-                WRITTEN.store(queue.id(), Ordering::SeqCst);
-                // A second queue may have come meanwhile, before it could see this.
-                return if looks_complete(queue) { Ok(()) } else { settle() };
+        if self.blocking && !self.waits {
+            WRITTEN.store(self.queue.id(), Ordering::SeqCst);
+            // A second queue may have come meanwhile, before it could see this.
+            if !looks_complete(self.queue) {
+                settle()?;
             }
-            return Ok(());
-        };
-        let id = new.id();
-        let handle = new.publish();
-        let outcome = if waits {
-            rt::call(&wire::WaitForEvents { events: [id].as_slice().into() }).map(|_| {
-                if let Ok(state) = object.event() {
-                    state.status.store(wire::SUCCESS, Ordering::Release);
-                }
-            })
-        } else {
-            Ok(())
-        };
-        if event.is_null() || outcome.is_err() {
-            rt::ARENA.release(object);
-            return outcome;
         }
         // SAFETY: as the caller promises.
-        unsafe { rt::write(event, handle) };
+        unsafe { self.new.give(event) };
         Ok(())
     }
 }

@@ -3,7 +3,8 @@
 //! here. (Only the driver knows a device's default queue; the server sends its id.)
 
 use crate::rt::{self, ARENA, Handle, Id, Obj};
-use crate::state::Body;
+use crate::state::{Body, Device};
+use std::sync::Arc;
 use tombolo_accel_spec::opencl::{self as wire, cl};
 use tombolo_accel_spec::wire::Decoder;
 
@@ -20,19 +21,86 @@ fn words<T: Copy + Into<i128>>(values: &[T]) -> Vec<u8> {
     values.iter().flat_map(|v| ((*v).into() as u64).to_ne_bytes()).collect()
 }
 
-/// The shared virtual memory of a root device, as bits (CL_DEVICE_SVM_…): where [`crate::hand::svm`] has some, what the driver says without the program's
+/// Extensions with functions that have no declaration here, by the beginnings of their names.
+const WITHHELD: [&str; 27] = [
+    "cl_khr_command_buffer",
+    "cl_khr_d3d",
+    "cl_khr_dx9",
+    "cl_khr_egl_",
+    "cl_khr_external_",
+    "cl_khr_gl_",
+    "cl_khr_semaphore",
+    "cl_khr_suggested_local_work_size",
+    "cl_khr_terminate_context",
+    "cl_ext_buffer_device_address",
+    "cl_ext_image_requirements_info",
+    "cl_ext_migrate_memobject",
+    "cl_arm_import_memory",
+    "cl_arm_shared_virtual_memory",
+    "cl_img_",
+    "cl_intel_accelerator",
+    "cl_intel_create_buffer_with_properties",
+    "cl_intel_d3d",
+    "cl_intel_dx9",
+    "cl_intel_mem_",
+    "cl_intel_program_scope_host_pipe",
+    "cl_intel_sharing",
+    "cl_intel_unified_shared_memory",
+    "cl_intel_va_api",
+    "cl_nv_create_buffer",
+    "cl_nv_d3d",
+    "cl_pocl_",
+];
+
+fn is_served(extension: &str) -> bool {
+    !WITHHELD.iter().any(|withheld| extension.starts_with(withheld))
+}
+
+/// The extensions among the driver's that programs can use.
+fn extensions(told: &[u8]) -> Vec<u8> {
+    let told = String::from_utf8_lossy(told);
+    let served: Vec<&str> =
+        told.trim_end_matches('\0').split(' ').filter(|extension| is_served(extension)).collect();
+    (served.join(" ") + "\0").into_bytes()
+}
+
+/// The same of a list with versions (cl_name_version).
+fn versions(told: &[u8]) -> Vec<u8> {
+    let is_named = |entry: &&[u8]| is_served(&String::from_utf8_lossy(&entry[size_of::<u32>()..]));
+    told.chunks_exact(68).filter(is_named).flatten().copied().collect()
+}
+
+fn succeeded((status, bytes): (i32, Arc<[u8]>)) -> Result<Arc<[u8]>, i32> {
+    if status == wire::SUCCESS { Ok(bytes) } else { Err(status) }
+}
+
+fn of_platform(platform: Obj, param: u32) -> Result<Arc<[u8]>, i32> {
+    succeeded(rt::ask_once(&wire::GetPlatformInfo { platform: platform.id(), param })?)
+}
+
+/// A property of a device as its driver tells it: of a part as of the root device, of which the snapshot tells.
+fn of_driver(device: Obj, param: u32) -> Result<Arc<[u8]>, i32> {
+    match device.body() {
+        Body::Device(Device { parent: Some(parent), .. }) => of_driver(parent.obj(), param),
+        _ => succeeded(rt::ask_once(&wire::GetDeviceInfo { device: device.id(), param })?),
+    }
+}
+
+fn bits(device: Obj, param: u32) -> Result<u64, i32> {
+    of_driver(device, param)?.first_chunk().map(|bits| u64::from_ne_bytes(*bits)).ok_or(wire::LOST)
+}
+
+/// Returns whether the server may give a device functions of its own to run.
+pub fn runs_native_kernels(device: Obj) -> Result<bool, i32> {
+    Ok(bits(device, cl::DEVICE_EXECUTION_CAPABILITIES)? & cl::EXEC_NATIVE_KERNEL != 0)
+}
+
+/// The shared virtual memory of a device, as bits (CL_DEVICE_SVM_…): where [`crate::hand::svm`] has some, what the driver says without the program's
 /// other memory, which the server doesn't see; elsewhere none.
-fn shared_memory(device: u64) -> Result<u64, i32> {
-    let of_driver = |param| {
-        let (status, bytes) = rt::ask_once(&wire::GetDeviceInfo { device, param })?;
-        match (status, bytes.first_chunk()) {
-            (wire::SUCCESS, Some(bits)) => Ok(u64::from_ne_bytes(*bits)),
-            (wire::SUCCESS, None) => Err(wire::LOST),
-            (code, _) => Err(code),
-        }
-    };
-    let told = of_driver(cl::DEVICE_SVM_CAPABILITIES)?;
-    let is_there = rt::connection()?.shares_window && of_driver(cl::DEVICE_TYPE)? & cl::DEVICE_TYPE_CPU != 0;
+fn shared_memory(device: Obj) -> Result<u64, i32> {
+    let told = bits(device, cl::DEVICE_SVM_CAPABILITIES)?;
+    let is_there =
+        rt::connection()?.shares_window && bits(device, cl::DEVICE_TYPE)? & cl::DEVICE_TYPE_CPU != 0;
     Ok(if is_there { told & !cl::DEVICE_SVM_FINE_GRAIN_SYSTEM } else { 0 })
 }
 
@@ -43,11 +111,15 @@ pub fn answer(object: Obj, param: u32) -> Result<Vec<u8>, i32> {
         (Body::Device(d), cl::DEVICE_PLATFORM) => handle(Some(d.platform)),
         (Body::Device(d), cl::DEVICE_PARENT_DEVICE) => handle(d.parent.as_ref().map(|p| p.obj())),
         (Body::Device(_), cl::DEVICE_REFERENCE_COUNT) => refs(),
-        (Body::Device(d), cl::DEVICE_SVM_CAPABILITIES) => match &d.parent {
-            // As its root device, of which the snapshot tells.
-            Some(parent) => return answer(parent.obj(), param),
-            None => shared_memory(object.id())?.to_ne_bytes().into(),
-        },
+        (Body::Device(_), cl::DEVICE_SVM_CAPABILITIES) => shared_memory(object)?.to_ne_bytes().into(),
+        // A function of the program can't run elsewhere.
+        (Body::Device(_), cl::DEVICE_EXECUTION_CAPABILITIES) => {
+            (bits(object, param)? & !cl::EXEC_NATIVE_KERNEL).to_ne_bytes().into()
+        }
+        (Body::Device(_), cl::DEVICE_EXTENSIONS) => extensions(&of_driver(object, param)?),
+        (Body::Device(_), cl::DEVICE_EXTENSIONS_WITH_VERSION) => versions(&of_driver(object, param)?),
+        (Body::Platform, cl::PLATFORM_EXTENSIONS) => extensions(&of_platform(object, param)?),
+        (Body::Platform, cl::PLATFORM_EXTENSIONS_WITH_VERSION) => versions(&of_platform(object, param)?),
         (Body::Context(_), cl::CONTEXT_REFERENCE_COUNT) => refs(),
         (Body::Context(c), cl::CONTEXT_DEVICES) => handles(&c.devices),
         (Body::Context(c), cl::CONTEXT_PROPERTIES) => {

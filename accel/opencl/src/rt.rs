@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
 use tombolo_accel_client::connect::{VARIABLE, address, connect};
-use tombolo_accel_client::connection::{Connection, Count, Lost};
+use tombolo_accel_client::connection::{Awaited, Connection, Count, Lost};
 use tombolo_accel_client::objects::{self, Arena};
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::opencl::{self as wire, cl, kind};
@@ -434,6 +434,15 @@ pub fn send<'a, R: Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
 pub fn call<'a, R: Record<'a>>(record: &R) -> Result<Vec<u8>, i32> {
     let (status, body) = lost(connection()?.call(record, |status, body| (status, body.to_vec())))?;
     if status == wire::SUCCESS { Ok(body) } else { Err(status) }
+}
+
+/// Waits until a ticket has been redeemed; soon the server waits for its command.
+pub fn redeemed(ticket: u64, awaited: &Awaited) -> Result<(), i32> {
+    let connection = connection()?;
+    if !lost(connection.redeemed_soon(awaited))? {
+        call(&wire::TicketWait { outstanding: ticket })?;
+    }
+    lost(connection.redeemed(awaited))
 }
 
 /// Answers a query with bytes.

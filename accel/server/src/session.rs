@@ -363,8 +363,8 @@ impl Session {
         }
         if waited && call.early.as_ref().is_none_or(|early| early.claim()) {
             api.settle();
-            let body = if outcome.is_ok() { &call.reply[..] } else { &[] };
-            self.send(Reply { kind: ReplyKind::Result, status, tag: request.tag }, body)?;
+            // A call that failed may have results, too.
+            self.send(Reply { kind: ReplyKind::Result, status, tag: request.tag }, &call.reply)?;
         }
         Ok(call.lead.take())
     }

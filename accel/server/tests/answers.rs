@@ -19,22 +19,43 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
+fn is_same(expected: &[u8], forwarded: &[u8]) {
+    let (expected, forwarded) = (text(expected), text(forwarded));
+    for (e, f) in expected.lines().zip(forwarded.lines()) {
+        assert_eq!(e, f);
+    }
+    assert_eq!(expected.lines().count(), forwarded.lines().count());
+}
+
 #[test]
 fn maps_shared_memory_printing_and_properties_answer_as_on_the_native_driver() {
     let (server, program) = (Server::start("answers", &[]), compiled("answers"));
-    let is_same = |expected: &[u8], forwarded: &[u8]| {
-        let (expected, forwarded) = (text(expected), text(forwarded));
-        for (e, f) in expected.lines().zip(forwarded.lines()) {
-            assert_eq!(e, f);
-        }
-        assert_eq!(expected.lines().count(), forwarded.lines().count());
-    };
     is_same(&run(&mut native(&program)).stdout, &run(&mut server.program(&program)).stdout);
     let own = run(server.program(&program).arg("own"));
     let natively = native(&program).arg("own").output().expect("it runs");
     // The PoCL of Debian 13 dies of a fill of a program's own memory.
     if natively.status.signal() != Some(libc::SIGSEGV) {
         is_same(&natively.stdout, &own.stdout);
+    }
+    server.end();
+}
+
+#[test]
+fn each_access_by_the_host_is_allowed_and_refused_as_on_the_native_driver() {
+    // Of a MiB, no buffer fits the window of the second server.
+    for (name, window, size) in [("access", "256", "4096"), ("access-small", "1", "1048576")] {
+        let (server, program) = (Server::start(name, &["--window", window]), compiled("access"));
+        let natively = run(native(&program).arg(size)).stdout;
+        is_same(&natively, &run(server.program(&program).arg(size)).stdout);
+        server.end();
+    }
+}
+
+#[test]
+fn no_property_offers_what_is_refused() {
+    let (server, program) = (Server::start("offers", &[]), compiled("offers"));
+    for mut command in [native(&program), server.program(&program)] {
+        assert_eq!(text(&run(&mut command).stdout), "some extensions\n", "{command:?}");
     }
     server.end();
 }

@@ -80,6 +80,7 @@ fn good(f: &Function, p: &Param) -> String {
         ("clCreateProgramWithBinary", "binaries") => {
             "(const unsigned char *[]){(unsigned char *)\"nonsense\"}"
         }
+        ("clCreateProgramWithBinary", "binary_status") => "(cl_int *)host",
         ("clCreatePipe", "pipe_packet_size" | "pipe_max_packets") => "4",
         ("clGetPipeInfo", "pipe") => "buffer",
         ("clGetImageInfo", _) if p.name == "image" => "image",
@@ -256,6 +257,8 @@ fn limits(f: &Function, p: &Param) -> Vec<String> {
         Type::Out(_) if p.name == "errcode_ret" => Vec::new(),
         Type::Out(_) => texts(&["NULL"]),
         Type::Bytes(_) => texts(&["NULL"]),
+        Type::Ptr if p.name == "lengths" && good == "&eight" => texts(&["NULL", "zero3"]),
+        Type::Ptr if p.name == "binaries" => texts(&["NULL", "(const unsigned char *[]){NULL}"]),
         Type::Ptr if p.name.starts_with("pfn") => Vec::new(),
         Type::Ptr if p.name == "user_data" => texts(&["host"]),
         Type::Ptr if p.name == "host_ptr" => texts(&["host"]),
@@ -264,6 +267,35 @@ fn limits(f: &Function, p: &Param) -> Vec<String> {
         Type::Ptr if good == "NULL" => Vec::new(),
         Type::Ptr => texts(&["NULL"]),
         _ => Vec::new(),
+    }
+}
+
+/// The cases of a command that waits for an event which fails. None for a function that is no such command.
+fn failing(out: &mut String, f: &Function, args: &[String], implied: bool) {
+    let named = |name: &str| f.params.iter().position(|p| p.name == name);
+    let mut args = args.to_vec();
+    if implied {
+        args.extend(["1", "&waiting", "&out_event"].map(String::from));
+    } else {
+        let (Some(count), Some(list), Some(event)) =
+            (named("num_events_in_wait_list"), named("event_wait_list"), named("event"))
+        else {
+            return;
+        };
+        for (at, value) in [(count, "1"), (list, "&waiting"), (event, "&out_event")] {
+            args[at] = value.into();
+        }
+    }
+    for (i, p) in f.params.iter().enumerate() {
+        if p.name.starts_with("blocking") {
+            args[i] = "0".into();
+        }
+    }
+    let call = format!("{}({})", f.name, args.join(", "));
+    let call = if f.is("pointer") { format!("!!{call}") } else { call };
+    for (order, properties) in [("in order", "0"), ("out of order", "CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE")]
+    {
+        writeln!(out, "FAILS(\"{} fails {order}\", {properties}, {call});", f.name).expect("a string");
     }
 }
 
@@ -302,6 +334,7 @@ fn cases(api: &Api) -> String {
             args.iter().cloned().chain(implied.iter().map(|s| s.to_string())).collect()
         };
         case(&mut out, f, "as it should be", &with(&args, implied));
+        failing(&mut out, f, &args, matches!(f.class, Class::Enqueue | Class::Transfer(_)));
         for (i, p) in f.params.iter().enumerate() {
             for limit in limits(f, p) {
                 let mut args = args.clone();

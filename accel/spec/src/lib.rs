@@ -16,6 +16,9 @@ pub mod image;
 pub mod rectangle;
 pub mod wire;
 
+/// In a list of results, one that the driver has not written.
+pub const UNWRITTEN: i32 = i32::MIN;
+
 /// The declarations of OpenCL, for build scripts.
 pub const OPENCL_API: &str = include_str!("../opencl.api");
 

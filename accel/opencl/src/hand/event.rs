@@ -129,11 +129,6 @@ pub unsafe extern "C" fn clSetEventCallback(
         let held: Ref = rt::hold(event);
         let connection = rt::connection()?;
         let notify = connection.callback(Box::new(move |status, _| {
-            if let Ok(state) = held.obj().event() {
-                if status <= cl::COMPLETE {
-                    state.status.store(status, Ordering::Release);
-                }
-            }
             // SAFETY: the program registered this function with this pointer.
             unsafe { f(held.obj().handle(), status, user as *mut c_void) };
             false

@@ -66,6 +66,7 @@ impl Command {
         let record = wire::EnqueueWriteImage {
             command_queue: self.queue.id(),
             image: self.object.id(),
+            blocking_write: 0,
             origin,
             region,
             data: slot.data,
@@ -97,6 +98,7 @@ impl Command {
         let record = wire::EnqueueWriteBuffer {
             command_queue: self.queue.id(),
             buffer: self.object.id(),
+            blocking_write: 0,
             offset,
             size,
             data: slot.data,

@@ -40,16 +40,21 @@ pub unsafe extern "C" fn clGetPlatformIDs(n: u32, platforms: *mut Handle, count:
     unsafe { clIcdGetPlatformIDsKHR(n, platforms, count) }
 }
 
-/// The loader's other entry point.
+/// The address of a function; null: none.
+unsafe fn function(name: *const c_char) -> *mut c_void {
+    // SAFETY: a C string, as the API says.
+    let Ok(name) = (unsafe { rt::string(name) }) else { return std::ptr::null_mut() };
+    // Extensions that later became a part of the API have its functions.
+    let plain = name.strip_suffix(b"KHR").or(name.strip_suffix(b"EXT")).unwrap_or(name);
+    let known = [name, plain].map(crate::stubs::by_name);
+    known.into_iter().find(|f| !f.is_null()).unwrap_or(std::ptr::null()).cast_mut()
+}
+
+/// The loader's other entry point. Its own function of this name comes first where this library calls it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clGetExtensionFunctionAddress(name: *const c_char) -> *mut c_void {
-    // SAFETY: a C string, as the API says.
-    match unsafe { rt::string(name) } {
-        Ok(b"clCreateSubDevicesEXT") => crate::stubs::by_name(b"clCreateSubDevices").cast_mut(),
-        Ok(b"clGetKernelSubGroupInfoKHR") => crate::stubs::by_name(b"clGetKernelSubGroupInfo").cast_mut(),
-        Ok(name) => crate::stubs::by_name(name).cast_mut(),
-        Err(_) => std::ptr::null_mut(),
-    }
+    // SAFETY: as the API says.
+    unsafe { function(name) }
 }
 
 /// The address of a function by name.
@@ -61,7 +66,7 @@ pub unsafe extern "C" fn clGetExtensionFunctionAddressForPlatform(
         return std::ptr::null_mut();
     }
     // SAFETY: as the API says.
-    unsafe { clGetExtensionFunctionAddress(name) }
+    unsafe { function(name) }
 }
 
 /// The loader loads the driver also by this name.

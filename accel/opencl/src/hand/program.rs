@@ -6,6 +6,7 @@ use crate::state::{As, Body, Program};
 use std::ffi::{c_char, c_void};
 use std::sync::Mutex;
 use tombolo_accel_client::include;
+use tombolo_accel_spec::UNWRITTEN;
 use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::Decoder;
 
@@ -95,10 +96,6 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
             for i in 0..devices.len() {
                 let (len, start) = (*lengths.add(i), *binaries.add(i));
                 if len == 0 || start.is_null() {
-                    rt::write(
-                        binary_status.wrapping_add(i * usize::from(!binary_status.is_null())),
-                        cl::INVALID_VALUE,
-                    );
                     return Err(cl::INVALID_VALUE);
                 }
                 all.extend_from_slice(std::slice::from_raw_parts(start, len));
@@ -106,18 +103,24 @@ pub unsafe extern "C" fn clCreateProgramWithBinary(
             }
             too_long(&all)?;
             let new = program(context, Some(&devices), Vec::new())?;
-            let reply = rt::call(&wire::CreateProgramWithBinary {
+            let record = wire::CreateProgramWithBinary {
                 context: context.id(),
                 devices: devices.iter().map(|d| d.id()).collect::<Vec<_>>().into(),
                 lengths: sizes.into(),
                 binaries: &all,
                 new: new.id(),
-            })?;
-            let states = Decoder::new(&reply).i32s().map_err(|_| wire::LOST)?;
-            if !binary_status.is_null() {
-                for (i, state) in states.iter().enumerate().take(n as usize) {
+            };
+            let (status, body) =
+                rt::lost(rt::connection()?.call(&record, |status, body| (status, body.to_vec())))?;
+            // None of a request that never came to the driver.
+            let states = Decoder::new(&body).i32s().unwrap_or_default();
+            for (i, state) in states.iter().enumerate().take(n as usize) {
+                if *state != UNWRITTEN && !binary_status.is_null() {
                     binary_status.add(i).write(*state);
                 }
+            }
+            if status != wire::SUCCESS {
+                return Err(status);
             }
             Ok(new.publish())
         })

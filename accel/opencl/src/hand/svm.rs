@@ -228,7 +228,7 @@ unsafe fn on_host(
     let record = wire::EnqueueHost { queue: queue.id(), ticket, waits: waits.into(), event: new.id() };
     // SAFETY: as the caller promises.
     unsafe { rt::submit(&record, false, new, event)? };
-    if blocking { rt::lost(connection.redeemed(&done)) } else { Ok(()) }
+    if blocking { rt::redeemed(ticket, &done) } else { Ok(()) }
 }
 
 fn command(queue: Handle, n: u32, list: *const Handle) -> Result<(Obj, Vec<u64>), i32> {

@@ -12,12 +12,13 @@ use crate::sure;
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 use tombolo_accel_client::connection::{Awaited, Redeem};
 use tombolo_accel_spec::opencl::{self as wire, cl};
 
 /// A write of at most this many bytes travels in its record.
 const INLINE: u64 = 16 << 10;
-/// Length of a piece of a long transfer.
+/// Length of a piece of a long transfer, in a window that has room for several.
 const PIECE: u64 = 2 << 20;
 /// Pieces of one transfer that are under way.
 const UNDER_WAY: usize = 3;
@@ -26,7 +27,8 @@ const UNDER_WAY: usize = 3;
 /// program waits anyway. One that doesn't block never waits for the device.
 struct Flow {
     blocking: bool,
-    under_way: VecDeque<Awaited>,
+    /// Each piece's ticket, its redemption, and how its command ended.
+    under_way: VecDeque<(u64, Awaited, Arc<AtomicI32>)>,
 }
 
 impl Flow {
@@ -34,14 +36,15 @@ impl Flow {
         Flow { blocking, under_way: VecDeque::new() }
     }
 
-    /// Waits until another piece may be staged.
-    fn next(&mut self) -> Result<(), i32> {
+    /// Waits until another piece may be staged. Returns the status of a piece that failed, after which there are no more.
+    fn next(&mut self) -> Result<i32, i32> {
         if self.under_way.len() == UNDER_WAY {
-            if let Some(first) = self.under_way.pop_front() {
-                rt::lost(rt::connection()?.redeemed(&first))?;
+            if let Some((ticket, first, status)) = self.under_way.pop_front() {
+                rt::redeemed(ticket, &first)?;
+                return Ok(status.load(Ordering::Acquire));
             }
         }
-        Ok(())
+        Ok(wire::SUCCESS)
     }
 
     /// Makes the staging of a piece its slot.
@@ -50,8 +53,13 @@ impl Flow {
         if !self.blocking {
             return Ok(Slot { data, ticket: connection.ticket(redeem) });
         }
-        let (ticket, awaited) = connection.awaited(redeem);
-        self.under_way.push_back(awaited);
+        let status = Arc::new(AtomicI32::new(wire::SUCCESS));
+        let told = status.clone();
+        let (ticket, awaited) = connection.awaited(Box::new(move |connection, status| {
+            told.store(status, Ordering::Release);
+            redeem(connection, status);
+        }));
+        self.under_way.push_back((ticket, awaited, status));
         Ok(Slot { data, ticket })
     }
 }
@@ -61,9 +69,10 @@ fn in_window(pointer: usize, len: u64) -> Result<bool, i32> {
     Ok(pinned(rt::connection()?, &Host::flat(pointer, len)).is_some())
 }
 
-/// Pieces of a transfer: offset and length.
-fn pieces(len: u64, cut: bool) -> impl Iterator<Item = (u64, u64)> {
-    let piece = if cut && len > PIECE { PIECE } else { len.max(1) };
+/// Pieces of a transfer: offset and length. Those under way have room in the window.
+fn pieces(len: u64, cut: bool, window: u64) -> impl Iterator<Item = (u64, u64)> + Clone {
+    let longest = PIECE.min(window / (2 * UNDER_WAY as u64));
+    let piece = if cut && len > longest { longest } else { len.max(1) };
     let count = len.div_ceil(piece).max(1);
     (0..count).map(move |i| (i * piece, piece.min(len - i * piece)))
 }
@@ -100,20 +109,20 @@ pub fn read(
 ) -> Result<(), i32> {
     let Range { buffer, offset, len, .. } = range;
     let sure = sure::host_range(queue, buffer, offset, len, waits);
-    if !sure {
-        // The driver will probably refuse it; nothing is staged before it was asked.
-        probe(queue, &range, Direction::Reads)?;
-    }
     if sure && blocking && waits.is_empty() && event == 0 && stream::suits(queue, &range)? {
         return stream::read(queue, range);
     }
     let cut = range.cut(queue)?;
-    let last = pieces(len, cut).last();
+    let pieces = pieces(len, cut, rt::connection()?.window.len());
+    let last = pieces.clone().last();
     let mut flow = Flow::new(blocking);
-    for piece @ (at, len) in pieces(len, cut) {
+    for piece @ (at, len) in pieces {
         let is_last = Some(piece) == last;
         let slot = if cut {
-            flow.next()?;
+            let status = flow.next()?;
+            if status < 0 {
+                return ended_early(queue, event, status);
+            }
             flow.slot(staged_read(queue, range.piece(at, len), pages.cloned())?)?
         } else {
             read_slot(queue, range.piece(at, len))?
@@ -134,17 +143,15 @@ pub fn read(
     Ok(())
 }
 
-/// Writes a range of a buffer; the program's bytes have been taken when it returns.
+/// Writes a range of a buffer; the program's bytes have been taken when it returns, and with `blocking` the device has them.
 pub fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], event: u64) -> Result<(), i32> {
     let Range { buffer, offset, len, .. } = range;
     let sure = sure::host_range(queue, buffer, offset, len, waits);
-    if !sure {
-        probe(queue, &range, Direction::Writes)?;
-    }
     let cut = range.cut(queue)?;
-    let last = pieces(len, cut).last();
+    let pieces = pieces(len, cut, rt::connection()?.window.len());
+    let last = pieces.clone().last();
     let mut flow = Flow::new(blocking);
-    for piece @ (at, len) in pieces(len, cut) {
+    for piece @ (at, len) in pieces {
         let is_last = Some(piece) == last;
         let host = range.piece(at, len);
         let small = (1..=INLINE).contains(&len) && pinned(rt::connection()?, &host).is_none();
@@ -157,14 +164,19 @@ pub fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], event: u64
         let slot = if small {
             Slot { data: 0, ticket: 0 }
         } else if cut {
-            flow.next()?;
+            let status = flow.next()?;
+            if status < 0 {
+                return ended_early(queue, event, status);
+            }
             flow.slot(staged_write(queue, &host)?)?
         } else {
             write_slot(queue, &host)?
         };
+        let blocks = blocking && is_last;
         let record = wire::EnqueueWriteBuffer {
             command_queue: queue.id(),
             buffer: buffer.id(),
+            blocking_write: u32::from(blocks),
             offset: offset + at,
             size: len,
             data: slot.data,
@@ -173,13 +185,22 @@ pub fn write(queue: Obj, range: Range, blocking: bool, waits: &[u64], event: u64
             waits: if at == 0 { waits.into() } else { Cow::Borrowed(&[]) },
             event: if is_last { event } else { 0 },
         };
-        rt::send(&record, sure)?;
+        rt::send(&record, sure && !blocks)?;
     }
     Ok(())
 }
 
-/// Refuses what no driver accepts: another context, no buffer, a range outside of the buffer.
-fn probe(queue: Obj, range: &Range, direction: Direction) -> Result<(), i32> {
+/// Ends a transfer that the program waits for and of which a piece failed, as a command before it did. The answer is the driver's to who waits for the queue.
+fn ended_early(queue: Obj, event: u64, status: i32) -> Result<(), i32> {
+    if event != 0 {
+        let context = queue.queue()?.context.id();
+        rt::call(&wire::FailedEvent { context, status, new: event })?;
+    }
+    rt::call(&wire::Finish { command_queue: queue.id() }).map(drop)
+}
+
+/// Refuses what no driver accepts: another context, no buffer, access that the program ruled out, a range outside of the buffer. Nothing is staged before.
+pub fn check(queue: Obj, range: &Range, direction: Direction) -> Result<(), i32> {
     let mem = range.buffer.mem()?;
     rt::same_context(queue, range.buffer)?;
     if mem.is_image() {

@@ -113,7 +113,7 @@ pub unsafe fn read(
     Ok(())
 }
 
-/// Writes the program's memory, at once: `send` gets the slot and the event's id. The program gets the event.
+/// Writes the program's memory, at once: `send` gets the slot, the event's id, and whether the driver blocks. The program gets the event.
 ///
 /// # Safety
 /// The program's region is readable; `event` is null or points to room for a handle.
@@ -123,10 +123,10 @@ pub unsafe fn write(
     host: Host,
     command: u32,
     event: *mut Handle,
-    send: impl FnOnce(Slot, u64) -> Result<Vec<u8>, i32>,
+    send: impl FnOnce(Slot, u64, u32) -> Result<Vec<u8>, i32>,
 ) -> Result<(), i32> {
     let new = Write::new(queue, blocking, !event.is_null(), command)?;
-    send(write_slot(queue, &host)?, new.event())?;
+    send(write_slot(queue, &host)?, new.event(), u32::from(new.waits()))?;
     // SAFETY: as the caller promises.
     unsafe { new.sent(event) }
 }

@@ -28,18 +28,10 @@ const LEAST: u64 = 2 << 20;
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-fn runs_native_kernels(queue: Obj) -> Result<bool, i32> {
-    let device = queue.queue()?.device.id();
-    let (status, bytes) =
-        rt::ask_once(&wire::GetDeviceInfo { device, param: cl::DEVICE_EXECUTION_CAPABILITIES })?;
-    let bits = bytes.first_chunk().map_or(0, |bits| u64::from_le_bytes(*bits));
-    Ok(status == wire::SUCCESS && bits & cl::EXEC_NATIVE_KERNEL != 0)
-}
-
 /// Returns whether a transfer that the program waits for may go this way.
 pub fn suits(queue: Obj, range: &Range) -> Result<bool, i32> {
     let long = range.len >= LEAST && rt::connection()?.shares_window;
-    Ok(long && range.cut(queue)? && runs_native_kernels(queue)?)
+    Ok(long && range.cut(queue)? && crate::local::runs_native_kernels(queue.queue()?.device.obj())?)
 }
 
 /// Bytes of each piece of a transfer but the last, a multiple of a page: each slot is used, and sixteen transfers at once have room in the window.
@@ -147,9 +139,9 @@ fn transfer(queue: Obj, range: Range, writes: bool) -> Result<(), i32> {
             rt::lost(connection.redeemed(&piece.copied))?;
         }
         connection.give_staging(slots, count * piece);
-        // The queue was closed by what failed, and knows its code.
+        // If what failed closed the queue, that knows its code. Else a command before this one failed: the answer is that of the driver to who waits for them.
         rt::call(&wire::Finish { command_queue: queue.id() })?;
-        return Err(code);
+        return if code == cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST { Ok(()) } else { Err(code) };
     }
     connection.give_staging(slots, count * piece);
     Ok(())

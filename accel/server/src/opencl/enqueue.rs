@@ -37,25 +37,8 @@ impl Cx<'_> {
         self.status(run(list.len() as u32, pointer, wanted))
     }
 
-    /// Fills a range of the window. If the client blocks for it, so does this, and the ticket is redeemed with the reply.
-    pub fn fill(
-        &mut self,
-        waits: &[u64],
-        event: u64,
-        (ticket, blocking): (u64, bool),
-        (at, len): (u64, u64),
-        run: impl FnOnce(u32, *const Handle, *mut Handle) -> i32,
-    ) -> Result<(), i32> {
-        if !blocking {
-            return self.transfer(waits, event, ticket, Some((at, len)), run);
-        }
-        self.may_block()?;
-        self.enqueue(waits, event, run)?;
-        self.cl.session().push_window(at, len);
-        Ok(())
-    }
-
-    /// Enqueues a transfer. Its ticket is redeemed when the native command has ended.
+    /// Enqueues a transfer, which may have filled a range of the window. Its ticket is redeemed, with the command's status, when the native command has ended:
+    /// of one that blocked, before its reply.
     pub fn transfer(
         &mut self,
         waits: &[u64],

@@ -7,7 +7,7 @@
 //! The client sends a record for each piece, which has a ticket: it is redeemed when the piece was copied. A transfer that the driver ends
 //! before its time (a command before it failed) redeems what is left with the driver's code.
 
-use super::{Handle, OpenCl, lock};
+use super::{Handle, OpenCl, lock, tickets};
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -221,18 +221,18 @@ impl Streams {
     pub fn end(&self, cl: &OpenCl, id: u64, status: i32) {
         let Some(Running { stream, event }) = lock(&self.0).remove(&id) else { return };
         stream.end(cl, status);
-        if let (Some(release), true) = (cl.native.clReleaseEvent, event != 0) {
-            // SAFETY: the table's own reference.
-            unsafe { release(event as Handle) };
+        if event != 0 {
+            cl.tickets.release(cl, event, status);
         }
     }
 }
 
 /// The driver's callback for the event of a stream.
-unsafe extern "C" fn ended(_event: Handle, status: i32, enqueued: *mut c_void) {
+unsafe extern "C" fn ended(event: Handle, _status: i32, enqueued: *mut c_void) {
     // SAFETY: from enqueued(), and the driver calls once.
     let (cl, id) = unsafe { *Box::from_raw(enqueued.cast::<(&'static OpenCl, u64)>()) };
-    cl.streams.end(cl, id, status);
+    let failed = tickets::status(cl, event).is_some_and(|status| status < 0);
+    cl.streams.end(cl, id, if failed { cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST } else { 0 });
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Waiting for an event or a queue. Where the driver calls back, the thread that ends a command answers the client itself; otherwise it would wake the thread
-//! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where no callback comes: PoCL 3.1 makes no
-//! call for a command that failed.
+//! that waits inside the driver, which then wakes the client. That thread waits all the same, and answers where a command failed, with the driver's code, and where no
+//! callback comes: PoCL 3.1 makes no call for a command that fails.
 
-use super::{Cx, Handle, OpenCl, lock};
+use super::{Cx, Handle, OpenCl, lock, tickets};
 use crate::session::Early;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -18,24 +18,20 @@ const LONG: Duration = Duration::from_millis(1);
 struct Answer {
     early: Arc<Early>,
     cl: &'static OpenCl,
-    /// Of a wait for a queue: an error of a posted command is left to the thread that waits.
+    /// Of a wait for a queue.
     queue: Option<u64>,
 }
 
-unsafe extern "C" fn ended(_event: Handle, status: i32, answer: *mut c_void) {
+unsafe extern "C" fn ended(event: Handle, _status: i32, answer: *mut c_void) {
     // SAFETY: from watch(), and the driver calls once.
     let Answer { early, cl, queue } = *unsafe { Box::from_raw(answer.cast::<Answer>()) };
-    match queue {
-        None => early.answer(match status {
-            failed if failed < 0 => cl::EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST,
-            _ => wire::SUCCESS,
-        }),
-        Some(queue) if status >= 0 && cl.late.is_clean(queue) => early.answer(wire::SUCCESS),
-        Some(_) => {}
+    let succeeded = tickets::status(cl, event) == Some(wire::SUCCESS);
+    if succeeded && queue.is_none_or(|queue| cl.late.is_clean(queue)) {
+        early.answer(wire::SUCCESS);
     }
 }
 
-/// Has the driver answer when the event has ended, if the client waits.
+/// Has the driver answer when the event has ended well, if the client waits.
 fn watch(cx: &mut Cx<'_>, event: Handle, queue: Option<u64>) {
     let Some(set) = cx.native().clSetEventCallback else { return };
     let Some(early) = cx.call.early() else { return };

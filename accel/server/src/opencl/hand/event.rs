@@ -24,6 +24,28 @@ pub(crate) fn wait_for_events(cx: &mut Cx<'_>, r: &wire::WaitForEvents<'_>) -> D
     cx.status(unsafe { f(events.len() as u32, events.as_ptr()) })
 }
 
+pub(crate) fn ticket_wait(cx: &mut Cx<'_>, r: &wire::TicketWait) -> Done {
+    let release = native!(cx, clReleaseEvent);
+    let Some(event) = cx.cl.tickets.event(cx.cl, r.outstanding) else { return Ok(()) };
+    let outcome = cx.may_block();
+    if outcome.is_ok() {
+        // The ticket tells the client how the command ended.
+        let _told = waits::event(cx, event);
+    }
+    // SAFETY: the reference that event() took.
+    unsafe { release(event) };
+    outcome
+}
+
+pub(crate) fn failed_event(cx: &mut Cx<'_>, r: &wire::FailedEvent) -> Done {
+    let (create, set) = (native!(cx, clCreateUserEvent), native!(cx, clSetUserEventStatus));
+    let context = cx.get(kind::CONTEXT, r.context)?;
+    // SAFETY: a live context.
+    cx.create(kind::EVENT, r.new, |code| unsafe { create(context, code) })?;
+    // SAFETY: a live event, which is the driver's own kind of user event.
+    cx.status(unsafe { set(cx.get(kind::EVENT, r.new)?, r.status.min(-1)) })
+}
+
 pub(crate) fn set_event_callback(cx: &mut Cx<'_>, r: &wire::SetEventCallback) -> Done {
     let f = native!(cx, clSetEventCallback);
     let event = cx.get(kind::EVENT, r.event)?;

@@ -39,16 +39,16 @@ pub(crate) fn create_program_with_binary(cx: &mut Cx<'_>, r: &wire::CreateProgra
     if starts.len() != devices.len() {
         return Err(cl::INVALID_VALUE);
     }
-    let mut states = vec![0i32; devices.len()];
-    cx.create(kind::PROGRAM, r.new, |code| {
+    let mut states = vec![tombolo_accel_spec::UNWRITTEN; devices.len()];
+    let outcome = cx.create(kind::PROGRAM, r.new, |code| {
         let (n, lengths) = (devices.len() as u32, r.lengths.as_ptr().cast());
         // SAFETY: lists as long as said; each binary lies in the record.
         unsafe {
             f(context, n, devices.as_ptr(), lengths, starts.as_ptr().cast(), states.as_mut_ptr().cast(), code)
         }
-    })?;
+    });
     cx.reply().i32s(&states);
-    Ok(())
+    outcome
 }
 
 pub(crate) fn create_program_with_built_in_kernels(

@@ -17,12 +17,15 @@ unsafe extern "C" fn on_read(_event: Handle, _status: i32, user: *mut c_void) {
 pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer<'_>) -> Done {
     let f = native!(cx, clEnqueueWriteBuffer);
     let (queue, buffer) = (cx.get(kind::QUEUE, r.command_queue)?, cx.get(kind::MEM, r.buffer)?);
-    let (offset, size) = (r.offset as usize, r.size as usize);
+    let (offset, size, blocking) = (r.offset as usize, r.size as usize, r.blocking_write);
+    if blocking != 0 {
+        cx.may_block()?;
+    }
     if r.inline.is_empty() {
         let from = cx.offered(r.data, r.size)?;
         // SAFETY: live handles; the range lies in the buffer (checked before) and in the window.
         return cx.transfer(&r.waits, r.event, r.ticket, None, |n, list, event| unsafe {
-            f(queue, buffer, 0, offset, size, from, n, list, event)
+            f(queue, buffer, blocking, offset, size, from, n, list, event)
         });
     }
     cx.same_length(r.inline, r.size)?;
@@ -30,7 +33,7 @@ pub(crate) fn enqueue_write_buffer(cx: &mut Cx<'_>, r: &wire::EnqueueWriteBuffer
     let mut native: Handle = null_mut();
     // SAFETY: as above; the bytes live until the command has ended.
     let sent = cx.enqueue_into(&r.waits, r.event, &mut native, |n, list, event| unsafe {
-        f(queue, buffer, 0, offset, size, (*bytes).as_ptr().cast(), n, list, event)
+        f(queue, buffer, blocking, offset, size, (*bytes).as_ptr().cast(), n, list, event)
     });
     if sent.is_err() {
         // SAFETY: the driver refused the command and reads no bytes.
