@@ -12,6 +12,7 @@
  *   memcpy SIZE N          MB/s
  *   large LOOPS N          milliseconds of a kernel that computes, on one processor (one work-group), median of N
  *   mix CALLS              nanoseconds a call: 26 % copies, 13 % launches, the rest small calls, as in the test of the Wormhole paper
+ *   images DIMENSIONS N    nanoseconds to make two small images (16 pixels wide), write, copy and read them, and give them up; mean of N
  *   gemm N REPEAT          GFLOPS of CLBlast's product of two N by N matrices, median of REPEAT
  *   axpy N REPEAT          GB/s of CLBlast's y += a x of N numbers, median of REPEAT
  *   spin SECONDS           calls of the mix in that time
@@ -300,6 +301,34 @@ static double mix(long calls)
 	return (now(CLOCK_MONOTONIC) - begun) / done;
 }
 
+static double images(int dimensions, long n)
+{
+	cl_image_format format = {CL_RGBA, CL_UNSIGNED_INT8};
+	cl_image_desc desc = {.image_width = 16, .image_height = 16};
+	size_t origin[3] = {0}, region[3] = {16, 16, 1};
+	char bytes[16 * 16 * 4 * 4];
+	double begun;
+	cl_int code;
+
+	desc.image_type = dimensions == 3 ? CL_MEM_OBJECT_IMAGE3D : CL_MEM_OBJECT_IMAGE2D;
+	if (dimensions == 3)
+		desc.image_depth = region[2] = 4;
+	memset(bytes, 7, sizeof bytes);
+	begun = now(CLOCK_MONOTONIC);
+	for (long i = 0; i < n; i++) {
+		cl_mem from = clCreateImage(context, 0, &format, &desc, NULL, &code);
+		CHECK(code);
+		cl_mem to = clCreateImage(context, 0, &format, &desc, NULL, &code);
+		CHECK(code);
+		CHECK(clEnqueueWriteImage(queue, from, CL_TRUE, origin, region, 0, 0, bytes, 0, NULL, NULL));
+		CHECK(clEnqueueCopyImage(queue, from, to, origin, origin, region, 0, NULL, NULL));
+		CHECK(clEnqueueReadImage(queue, to, CL_TRUE, origin, region, 0, 0, bytes, 0, NULL, NULL));
+		CHECK(clReleaseMemObject(from));
+		CHECK(clReleaseMemObject(to));
+	}
+	return (now(CLOCK_MONOTONIC) - begun) / n;
+}
+
 static double spin(double seconds)
 {
 	double done = 0, end = now(CLOCK_MONOTONIC) + seconds * 1e9;
@@ -355,6 +384,8 @@ int main(void)
 			result = blas(what[0] == 'g', a, b);
 		else if (!strcmp(what, "mix"))
 			result = mix(a);
+		else if (!strcmp(what, "images"))
+			result = images(a, b);
 		else if (!strcmp(what, "spin"))
 			result = spin(a);
 		else if (!strcmp(what, "busy"))

@@ -245,9 +245,11 @@ fn transfer(out: &mut String, api: &Api, f: &Function, direction: Direction) -> 
     )?;
     writeln!(
         out,
-        "            rt::call(&wire::{} {{ {}data: slot.data, ticket: slot.ticket, waits: waits.into(), event }})\n        }}) }}\n    }})\n}}",
+        "            let record = wire::{} {{ {}data: slot.data, ticket: slot.ticket, waits: waits.into(), event }};\n            rt::send(&record, {blocking} == 0 && crate::sure::pixels({}, {}, &record.waits))\n        }}) }}\n    }})\n}}",
         record_name(&f.name),
-        fields(f)
+        fields(f),
+        objects[0],
+        objects[1]
     )
 }
 

@@ -45,6 +45,8 @@ pub struct Context {
     pub destructors: Mutex<Vec<Destructor>>,
     /// The smallest of its devices' largest buffers; 0: not known.
     pub max_alloc: u64,
+    /// Images that the driver made.
+    pub images: Mutex<HashSet<Image>>,
 }
 
 pub struct Queue {
@@ -146,6 +148,8 @@ pub struct Mem {
     pub origin: u64,
     /// Bytes of a pixel.
     pub pixel: u64,
+    /// The order and type of an image's channels.
+    pub format: (u32, u32),
     /// Pitches of the host pointer of an image.
     pub pitches: (usize, usize),
     /// Width, height (or layers of a 1D array), depth (or layers).
@@ -213,6 +217,9 @@ pub enum Argument {
 
 /// A launch: dimensions, local sizes (0: none), device.
 pub type Launch = (u32, [u64; 3], u64);
+
+/// What a driver judges an image by: flags, type, channels, extent and pitches.
+pub type Image = (u64, u32, (u32, u32), [u64; 3], (u64, u64));
 
 /// The most combinations of arguments that are remembered of a kernel.
 const COMBINATIONS: usize = 64;

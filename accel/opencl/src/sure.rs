@@ -4,6 +4,7 @@
 
 use crate::rt::Obj;
 use crate::state::{As, Body, Mem};
+use tombolo_accel_spec::image;
 use tombolo_accel_spec::opencl::{self as wire, cl};
 
 /// The flags that restrict the host's access to an object.
@@ -62,6 +63,27 @@ pub fn enqueue_copy_buffer(queue: Obj, from: Obj, to: Obj, r: &wire::EnqueueCopy
         && inside(a, r.src_offset, r.size)
         && inside(b, r.dst_offset, r.size)
         && waits_ok(queue, &r.waits)
+}
+
+/// A read, write or copy of pixels that the client found to lie in the image. The only device of a context has images, as one was made.
+pub fn pixels(queue: Obj, image: Obj, waits: &[u64]) -> bool {
+    let Ok(mem) = image.mem() else { return false };
+    mem.is_image()
+        && mem.parent.is_none()
+        && mem.context.obj().context().is_ok_and(|context| context.devices.len() == 1)
+        && same_context(queue, image)
+        && waits_ok(queue, waits)
+}
+
+/// clEnqueueCopyImage
+pub fn enqueue_copy_image(queue: Obj, from: Obj, to: Obj, r: &wire::EnqueueCopyImage<'_>) -> bool {
+    let (Ok(a), Ok(b)) = (from.mem(), to.mem()) else { return false };
+    pixels(queue, from, &r.waits)
+        && pixels(queue, to, &[])
+        && from != to
+        && a.format == b.format
+        && image::contains(a.extent, r.src_origin, r.region)
+        && image::contains(b.extent, r.dst_origin, r.region)
 }
 
 /// clEnqueueMarkerWithWaitList

@@ -40,7 +40,7 @@ pub struct Options {
     /// Calls of the mix in all turns together
     #[arg(long, default_value_t = 1_100_000)]
     calls: u64,
-    /// Only these parts: null, calls, transfers, large, blas, clpeak, mix, clients, neighbours, idle
+    /// Only these parts: null, calls, transfers, large, blas, clpeak, mix, small-images, clients, neighbours, idle
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Leave out what is measured in a VM
@@ -133,7 +133,7 @@ const SIZES: [(u64, u32, &str); 8] = [
 impl Bench<'_> {
     fn all(&mut self) -> Result<()> {
         type Part<'o> = fn(&mut Bench<'o>) -> Result<()>;
-        let parts: [(&str, Part<'_>); 10] = [
+        let parts: [(&str, Part<'_>); 11] = [
             ("idle", Bench::idle),
             ("null", Bench::null),
             ("calls", Bench::calls),
@@ -142,6 +142,7 @@ impl Bench<'_> {
             ("blas", Bench::blas),
             ("clpeak", Bench::clpeak),
             ("mix", Bench::mix),
+            ("small-images", Bench::small_images),
             ("clients", Bench::clients),
             ("neighbours", Bench::neighbours),
         ];
@@ -288,6 +289,16 @@ impl Bench<'_> {
                 if [OURS, TCP].contains(&system) {
                     self.add("mix-cpu-server", system, each(server), "ns/call", Better::Lower)?;
                 }
+            }
+        }
+        Ok(())
+    }
+
+    fn small_images(&mut self) -> Result<()> {
+        for turn in 0..self.options.rounds {
+            for dimensions in [2, 3] {
+                let what = format!("images {dimensions} 5000");
+                self.each(turn, &format!("small-images-{dimensions}d"), &what, "ns", Better::Lower)?;
             }
         }
         Ok(())

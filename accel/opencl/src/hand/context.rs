@@ -45,7 +45,13 @@ fn notify(f: ContextNotify, user: *mut c_void) -> Result<u64, i32> {
 
 fn body(devices: Vec<rt::Ref>, properties: Vec<isize>) -> Body {
     let max_alloc = rt::max_alloc(&devices);
-    Body::Context(Context { devices, properties, destructors: Mutex::default(), max_alloc })
+    Body::Context(Context {
+        devices,
+        properties,
+        destructors: Mutex::default(),
+        max_alloc,
+        images: Mutex::default(),
+    })
 }
 
 pub unsafe extern "C" fn clCreateContext(

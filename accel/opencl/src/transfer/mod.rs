@@ -104,7 +104,7 @@ pub unsafe fn read(
     host: Host,
     command: u32,
     event: *mut Handle,
-    send: impl FnOnce(Slot, u64) -> Result<Vec<u8>, i32>,
+    send: impl FnOnce(Slot, u64) -> Result<(), i32>,
 ) -> Result<(), i32> {
     let new = rt::new_event(queue, !event.is_null(), command)?;
     send(read_slot(queue, host)?, new.id())?;
@@ -123,7 +123,7 @@ pub unsafe fn write(
     host: Host,
     command: u32,
     event: *mut Handle,
-    send: impl FnOnce(Slot, u64, u32) -> Result<Vec<u8>, i32>,
+    send: impl FnOnce(Slot, u64, u32) -> Result<(), i32>,
 ) -> Result<(), i32> {
     let new = Write::new(queue, blocking, !event.is_null(), command)?;
     send(write_slot(queue, &host)?, new.event(), u32::from(new.waits()))?;

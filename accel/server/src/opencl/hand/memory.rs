@@ -15,6 +15,9 @@ const HOST_ACCESS: u64 = cl::MEM_HOST_WRITE_ONLY | cl::MEM_HOST_READ_ONLY | cl::
 /// Bytes of the largest pixel: four channels of 32 bits.
 const LARGEST_PIXEL: u64 = 16;
 
+/// What small images are made of: no command clears them.
+static ZEROS: [u8; 1 << 20] = [0; 1 << 20];
+
 /// The flags for the driver, without the host's access, which the client's own library enforces. The server reads regions that are mapped for
 /// writing only, so that bytes which the program doesn't write stay as they are.
 fn for_driver(flags: u64) -> u64 {
@@ -193,6 +196,11 @@ pub(crate) fn create_image(cx: &mut Cx<'_>, r: &wire::CreateImage<'_>) -> Done {
         flags = flags & !(cl::MEM_USE_HOST_PTR | cl::MEM_ALLOC_HOST_PTR) | cl::MEM_COPY_HOST_PTR;
     } else {
         flags &= !(cl::MEM_USE_HOST_PTR | cl::MEM_COPY_HOST_PTR);
+        let packed = (desc.image_row_pitch, desc.image_slice_pitch) == (0, 0);
+        if parent.is_null() && packed && charged(&desc, extent, None) <= ZEROS.len() as u64 {
+            pointer = ZEROS.as_ptr().cast_mut().cast();
+            flags |= cl::MEM_COPY_HOST_PTR;
+        }
     }
     let extra = Extra { pixel: 1, extent, ..Extra::default() };
     // A driver may take pitches of an image without a host pointer, and make room by them, which is then too little.
