@@ -6,7 +6,6 @@
 //! - `threads`: members at once on one file and one directory: appends whole, one winner per name.
 //! - `damage`: fsck finds and repairs overwritten words.
 //! - `queue`: members that queue for one lock are killed and stopped there; the waiting ones recover them.
-//! - `lockers`: the speed of an appender among threads that lock ranges of its file; a figure, no test.
 //! - `together`: two guests with the kernel module and a FUSE mount of the host, in turns and at once.
 //! - `deaths`: the same, dying under load.
 //! - `repair`: how long the next member's recovery takes when all are dead.
@@ -24,7 +23,6 @@ mod deaths;
 mod fsx;
 mod guest;
 mod kill;
-mod lockers;
 mod model;
 mod mounted;
 mod queue;
@@ -115,13 +113,6 @@ enum Run {
         #[arg(long, default_value_t = 50)]
         kills: u64,
     },
-    /// An appender among lockers of its file
-    Lockers {
-        #[arg(long, default_value_t = 8)]
-        lockers: u64,
-        #[arg(long, default_value_t = 5)]
-        seconds: u64,
-    },
     /// Members at once
     Threads {
         #[arg(long, default_value_t = 2)]
@@ -143,7 +134,6 @@ fn main() -> anyhow::Result<ExitCode> {
         Run::Kill { kills } => kill::run(cli.seed, cli.mib, kills),
         Run::Damage { rounds } => damage::run(cli.seed, rounds),
         Run::Queue { kills } => queue::run(cli.seed, cli.mib, kills),
-        Run::Lockers { lockers, seconds } => lockers::run(cli.mib, lockers, seconds),
         Run::Repair => repair::run(cli.mib),
         Run::Files { .. } | Run::Serve { .. } => unreachable!("done above"),
         Run::Together { boot, amount } => together::run(cli.seed, cli.mib, &boot, amount),
