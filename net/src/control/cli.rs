@@ -184,13 +184,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             user,
             no_sandbox,
         } => {
-            let mut all = match config {
-                Some(path) => {
-                    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-                    toml::from_str::<Config>(&text).with_context(|| path.display().to_string())?
-                }
-                None => Config::default(),
-            };
+            let mut all = config.as_deref().map(read).transpose()?.unwrap_or_default();
             all.port.extend(port);
             for way in uplink {
                 add_uplinks(&mut all, &way);
@@ -218,20 +212,24 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Capture { port, write, snap, seconds, control } => {
             capture(&socket(control), port, write.as_deref(), snap, seconds)
         }
-        Command::Add { port, control } => {
-            ask::<Done>(&socket(control), &Request::Add { port })?;
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::Add { port, control } => change(control, &Request::Add { port }),
         Command::AddUplink { name, way, port, control } => {
             let uplink = UplinkConfig { port, ..UplinkConfig::new(name, way) };
-            ask::<Done>(&socket(control), &Request::AddUplink { uplink })?;
-            Ok(ExitCode::SUCCESS)
+            change(control, &Request::AddUplink { uplink })
         }
-        Command::Remove { port, control } => {
-            ask::<Done>(&socket(control), &Request::Remove { name: port })?;
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::Remove { port, control } => change(control, &Request::Remove { name: port }),
     }
+}
+
+fn read(config: &Path) -> anyhow::Result<Config> {
+    let text = std::fs::read_to_string(config).with_context(|| config.display().to_string())?;
+    toml::from_str(&text).with_context(|| config.display().to_string())
+}
+
+/// Has the switch at this control socket change its ports.
+fn change(control: Option<PathBuf>, request: &Request) -> anyhow::Result<ExitCode> {
+    ask::<Done>(&socket(control), request)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Adds an uplink, or one for each port if its device serves one only.

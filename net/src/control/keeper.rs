@@ -30,7 +30,7 @@ use tombolo_metrics::{Place, Server};
 use crate::control::config::{Config, PortConfig, UplinkConfig, check_port, check_uplink};
 use crate::control::link::Link;
 use crate::control::log;
-use crate::control::passt::{Kept, Opening};
+use crate::control::passt::{Connected, Kept};
 use crate::control::socket::{self, Request};
 use crate::control::uplinks;
 use crate::ports::access::{self, Access};
@@ -440,14 +440,14 @@ impl State {
     /// Opens the device of an uplink, and passes it to the switch; a connection to passt again whenever it ends.
     fn pass_uplink(self: &Arc<Self>, id: u64, config: &UplinkConfig) -> anyhow::Result<()> {
         let name = config.name.clone();
-        let (opened, fd, opening) = uplinks::open(config).with_context(|| format!("uplink {name}"))?;
-        let keep = |opening: Opening| {
+        let (opened, fd, connected) = uplinks::open(config).with_context(|| format!("uplink {name}"))?;
+        let keep = |(source, connection): Connected| {
             let (state, uplink) = (self.clone(), name.clone());
-            opening.keep(&name, move |opened, socket| {
+            connection.keep(source, &name, move |opened, socket| {
                 state.tell(&Told::Renewed(uplink.clone(), opened), Some(socket));
             })
         };
-        let kept = opening.map(keep).transpose().with_context(|| format!("uplink {name}"))?;
+        let kept = connected.map(keep).transpose().with_context(|| format!("uplink {name}"))?;
         self.hand_over(id, &name, &Told::Uplink(id, config.clone(), opened), &fd)?;
         if let Some(kept) = kept {
             kept.begin();

@@ -50,6 +50,9 @@ pub(crate) struct Program {
     pub host_loopback: bool,
 }
 
+/// The first connection of an uplink.
+pub(crate) type Connected = (Source, Connection);
+
 /// A connection to passt.
 #[derive(Debug)]
 pub(crate) struct Connection {
@@ -60,31 +63,20 @@ pub(crate) struct Connection {
     since: Instant,
 }
 
-/// The first connection of an uplink.
-#[derive(Debug)]
-pub(crate) struct Opening {
-    source: Source,
-    connection: Connection,
-}
-
 impl Source {
-    /// Makes the first connection. A passt whose ports of the host the predecessor's still has ends, and is started again.
+    /// Makes a connection. A passt whose ports of the host the predecessor's still has ends, and is started again.
     ///
     /// # Errors
     /// No process listens at the socket, or the program can't be started.
-    pub fn open(self) -> io::Result<Opening> {
-        Ok(Opening { connection: self.connect()?, source: self })
-    }
-
-    fn connect(&self) -> io::Result<Connection> {
-        let (socket, child) = match self {
-            Self::Socket(path) => (to(path)?, None),
+    pub fn connect(&self) -> io::Result<Connection> {
+        let since = Instant::now();
+        match self {
+            Self::Socket(path) => Ok(Connection { socket: to(path)?, child: None, since }),
             Self::Program(program) => {
                 let (socket, child) = program.start()?;
-                (socket, Some(child))
+                Ok(Connection { socket, child: Some(child), since })
             }
-        };
-        Ok(Connection { socket, child, since: Instant::now() })
+        }
     }
 }
 
@@ -128,36 +120,38 @@ impl Program {
     }
 }
 
-impl Opening {
+impl Connection {
     /// Returns the connection's socket, for the switch.
     ///
     /// # Errors
     /// No descriptors are left.
     pub fn socket(&self) -> io::Result<OwnedFd> {
-        self.connection.socket.try_clone()
+        self.socket.try_clone()
     }
 
-    /// Makes the connection of `uplink` again whenever it ends, from [`Kept::begin`] on, and gives `pass_on` each new one.
+    /// Makes the connection of `uplink` to `source` again whenever it ends, from [`Kept::begin`] on, and gives `pass_on` each new one.
     ///
     /// # Errors
     /// No descriptor or thread is left.
-    pub fn keep(self, uplink: &str, pass_on: impl Fn(Opened, &OwnedFd) + Send + 'static) -> io::Result<Kept> {
-        let Self { source, connection } = self;
+    pub fn keep(
+        self,
+        source: Source,
+        uplink: &str,
+        pass_on: impl Fn(Opened, &OwnedFd) + Send + 'static,
+    ) -> io::Result<Kept> {
         let stop = Arc::new(Event::new()?);
         let (begin, begun) = mpsc::channel();
         let (stopped, uplink) = (stop.clone(), uplink.to_owned());
         let thread = std::thread::Builder::new().name("net-passt".into()).spawn(move || {
             match begun.recv() {
-                Ok(()) => keep(&uplink, &source, connection, &stopped, &pass_on),
+                Ok(()) => keep(&uplink, &source, self, &stopped, &pass_on),
                 // The switch did not take the uplink.
-                Err(_) => drop(connection),
+                Err(_) => drop(self),
             }
         })?;
         Ok(Kept { stop, begin: Some(begin), thread: Some(thread) })
     }
-}
 
-impl Connection {
     /// Ends the passt that was started for it, and returns its status.
     fn end(&mut self) -> Option<ExitStatus> {
         let mut child = self.child.take()?;

@@ -5,16 +5,16 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use crate::control::config::{UplinkConfig, Way};
-use crate::control::passt::{Opening, Program, Source};
+use crate::control::passt::{Connected, Program, Source};
 use crate::uplink::Opened;
 use crate::uplink::packet::Packet;
 use crate::uplink::tap::Tap;
 
-/// Opens the device of an uplink. A connection to passt is to be kept ([`Opening::keep`]).
+/// Opens the device of an uplink. A connection to passt is to be kept ([`Connection::keep`](crate::control::passt::Connection::keep)).
 ///
 /// # Errors
 /// Names the device and the remedy.
-pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option<Opening>)> {
+pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option<Connected>)> {
     let source = match config.way.clone() {
         Way::Tap(name) => {
             let (offloads, fd) = Tap::open(&name)?;
@@ -29,6 +29,6 @@ pub(crate) fn open(config: &UplinkConfig) -> io::Result<(Opened, OwnedFd, Option
             host_loopback: config.host_loopback,
         }),
     };
-    let opening = source.open()?;
-    Ok((Opened::Passt, opening.socket()?, Some(opening)))
+    let connection = source.connect()?;
+    Ok((Opened::Passt, connection.socket()?, Some((source, connection))))
 }

@@ -112,10 +112,7 @@ pub fn answer(config: &Ipv6Config, server: Mac, asked: &[u8], lease: &Lease<Ipv6
         return None;
     }
     let rapid = kind == kind::SOLICIT && find(option::RAPID_COMMIT).is_some();
-    let mut reply = match kind {
-        kind::SOLICIT if !rapid => vec![kind::ADVERTISE],
-        _ => vec![kind::REPLY],
-    };
+    let mut reply = vec![if kind == kind::SOLICIT && !rapid { kind::ADVERTISE } else { kind::REPLY }];
     reply.extend(exchange);
     say(&mut reply, option::SERVER, &own);
     if let Some(client) = client {
@@ -139,22 +136,23 @@ pub fn answer(config: &Ipv6Config, server: Mac, asked: &[u8], lease: &Lease<Ipv6
             for (n, association) in associations().take(MAX_ASSOCIATIONS).enumerate() {
                 give(&mut reply, association, (n == 0).then_some(lease.address));
             }
-            if let Some(delegation) = find(option::PREFIXES).and_then(|v| v.first_chunk::<4>()) {
-                let mut refusal = [&delegation[..], &[0; 8]].concat();
-                say(&mut refusal, option::STATUS, &status::NO_PREFIX.to_be_bytes());
-                say(&mut reply, option::PREFIXES, &refusal);
-            }
+            refuse_prefixes(&mut reply, find(option::PREFIXES));
         }
     }
     if !config.dns.is_empty() {
         let dns: Vec<u8> = config.dns.iter().flat_map(Ipv6Addr::octets).collect();
         say(&mut reply, option::DNS, &dns);
     }
-    let mut datagram = [SERVER_PORT.to_be_bytes(), CLIENT_PORT.to_be_bytes()].concat();
-    datagram.extend(((UDP + reply.len()) as u16).to_be_bytes());
-    datagram.extend([0; 2]);
-    datagram.extend(reply);
-    Some(datagram)
+    let len = ((UDP + reply.len()) as u16).to_be_bytes();
+    Some([&SERVER_PORT.to_be_bytes()[..], &CLIENT_PORT.to_be_bytes(), &len, &[0; 2], &reply].concat())
+}
+
+/// Answers a request for prefixes, of which there are none.
+fn refuse_prefixes(reply: &mut Vec<u8>, asked: Option<&[u8]>) {
+    let Some(delegation) = asked.and_then(|value| value.first_chunk::<4>()) else { return };
+    let mut refusal = [&delegation[..], &[0; 8]].concat();
+    say(&mut refusal, option::STATUS, &status::NO_PREFIX.to_be_bytes());
+    say(reply, option::PREFIXES, &refusal);
 }
 
 /// Answers an association: the first one gets the address; other addresses that it has become invalid.
