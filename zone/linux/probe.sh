@@ -26,7 +26,8 @@ trap 'rm -f "$folder"/probe-*.c "$folder"/probe-*.is "$folder/probed.new"' EXIT
 running=0
 while IFS='|' read -r name header code; do
     case $name in '' | '#'* | tested*) continue ;; esac
-    name=${name% } header=$(echo $header)
+    name=${name% } header=${header# }
+    header=${header% }
     (if compiles "$@" 2>/dev/null; then echo "#define $name 1"; else echo "#define $name 0"; fi >"$folder/probe-$name.is") &
     running=$((running + 1))
     [ $((running % 4)) -ne 0 ] || wait

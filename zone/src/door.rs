@@ -93,8 +93,6 @@ impl DoorState {
 pub struct Found {
     /// The process that has it.
     pub process: u32,
-    /// The uid of that process.
-    pub user: u32,
     /// The path at which it was bound; the file has been unlinked.
     pub path: PathBuf,
     link: PathBuf,
@@ -137,34 +135,34 @@ impl Found {
     }
 }
 
-/// Returns the doors of this user's processes whose name `wanted` accepts. With `number` only that descriptor of each process is looked at.
+/// Returns the doors of this user's processes whose name `wanted` accepts.
 ///
 /// # Errors
 /// When /proc can't be read.
-pub fn find(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Vec<Found>> {
+pub fn find(wanted: impl Fn(&str) -> bool) -> io::Result<Vec<Found>> {
     let own = rustix::process::geteuid().as_raw();
-    look(|user| user == own, wanted, number, true)
-}
-
-/// As [`find`], of the users that `of` accepts; root alone finds those of others.
-///
-/// # Errors
-/// When /proc can't be read.
-pub fn find_of(
-    of: impl Fn(u32) -> bool,
-    wanted: impl Fn(&str) -> bool,
-    number: Option<u32>,
-) -> io::Result<Vec<Found>> {
-    look(of, wanted, number, true)
-}
-
-/// As [`find`], of processes with another root folder, to be counted: what they claim to be, and where, is not known.
-///
-/// # Errors
-/// When /proc can't be read.
-pub fn find_elsewhere(wanted: impl Fn(&str) -> bool, number: Option<u32>) -> io::Result<Vec<Found>> {
-    let own = rustix::process::geteuid().as_raw();
-    look(|user| user == own, wanted, number, false)
+    check_proc()?;
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc")? {
+        let Ok(entry) = entry else { continue };
+        let Some(process) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
+        // A process that ends meanwhile has no door.
+        if !entry.metadata().is_ok_and(|meta| meta.uid() == own) {
+            continue;
+        }
+        for link in std::fs::read_dir(entry.path().join("fd")).into_iter().flatten().filter_map(Result::ok) {
+            let link = link.path();
+            let Ok(path) = std::fs::read_link(&link) else { continue };
+            let Some(path) = path.to_str().and_then(|p| p.strip_suffix(UNLINKED)) else { continue };
+            let path = PathBuf::from(path);
+            let named = path.file_name().and_then(|n| n.to_str()).is_some_and(&wanted);
+            let is_door = named && std::fs::metadata(&link).is_ok_and(|file| is_door(&file, own));
+            if is_door && has_this_root(process) {
+                found.push(Found { process, path, link });
+            }
+        }
+    }
+    Ok(without_copies(found))
 }
 
 /// Refuses a /proc that numbers processes otherwise than this process's PID namespace does: a number that is read there is another process here.
@@ -182,45 +180,6 @@ pub(crate) fn check_proc() -> io::Result<()> {
 fn has_this_root(process: u32) -> bool {
     let number = |path: &str| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
     number("/").is_ok_and(|own| number(&format!("/proc/{process}/root/")).is_ok_and(|root| root == own))
-}
-
-/// `here`: of processes with this root folder, or with another one.
-fn look(
-    of: impl Fn(u32) -> bool,
-    wanted: impl Fn(&str) -> bool,
-    number: Option<u32>,
-    here: bool,
-) -> io::Result<Vec<Found>> {
-    check_proc()?;
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc")? {
-        let Ok(entry) = entry else { continue };
-        let Some(process) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else { continue };
-        // A process that ends meanwhile has no door.
-        let Ok(user) = entry.metadata().map(|meta| meta.uid()) else { continue };
-        if !of(user) {
-            continue;
-        }
-        let folder = entry.path().join("fd");
-        let mut look = |link: PathBuf| {
-            let Ok(path) = std::fs::read_link(&link) else { return };
-            let Some(path) = path.to_str().and_then(|p| p.strip_suffix(UNLINKED)) else { return };
-            let path = PathBuf::from(path);
-            let named = path.file_name().and_then(|n| n.to_str()).is_some_and(&wanted);
-            let is_door = named && std::fs::metadata(&link).is_ok_and(|file| is_door(&file, user));
-            if is_door && has_this_root(process) == here {
-                found.push(Found { process, user, path, link });
-            }
-        };
-        match number {
-            Some(number) => look(folder.join(number.to_string())),
-            None => {
-                let links = std::fs::read_dir(&folder).into_iter().flatten();
-                links.filter_map(Result::ok).for_each(|link| look(link.path()));
-            }
-        }
-    }
-    Ok(without_copies(found))
 }
 
 /// A child that has not become its program has all that its parent has open, and no door of its own.
@@ -261,16 +220,15 @@ mod tests {
         let (door, folder) = open(&name);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the name is gone");
         drop(folder);
-        let all = find(|n| n == name, None).unwrap();
+        let all = find(|n| n == name).unwrap();
         let [found] = &all[..] else { panic!("{all:?}") };
         assert_eq!((found.process, found.name()), (std::process::id(), name.as_str()));
         assert!(found.is_there());
         let _ours = found.connect(None).unwrap();
         drop(door.listener().accept().unwrap());
-        assert!(find(|n| n == name, Some(0)).unwrap().is_empty(), "it is not the standard input");
         drop(door);
         assert!(!found.is_there() && found.connect(None).is_err());
-        assert!(find(|n| n == name, None).unwrap().is_empty());
+        assert!(find(|n| n == name).unwrap().is_empty());
     }
 
     #[test]
@@ -279,12 +237,7 @@ mod tests {
         let (door, _folder) = open(&name);
         let handle = door.handle().try_clone_to_owned().unwrap();
         let mut child = std::process::Command::new("sleep").arg("1000").stdin(handle).spawn().unwrap();
-        assert_eq!(
-            find(|n| n == name, Some(0)).unwrap()[0].process,
-            child.id(),
-            "it has the door's descriptor"
-        );
-        let with: Vec<u32> = find(|n| n == name, None).unwrap().iter().map(|found| found.process).collect();
+        let with: Vec<u32> = find(|n| n == name).unwrap().iter().map(|found| found.process).collect();
         assert_eq!(with, [std::process::id()]);
         child.kill().unwrap();
         child.wait().unwrap();
@@ -303,8 +256,7 @@ mod tests {
         let mut line = [0];
         std::io::Read::read_exact(process.stdout.as_mut().unwrap(), &mut line).unwrap();
         let is_its = |found: &Found| found.process == process.id();
-        assert!(!find(|n| n == name, Some(0)).unwrap().iter().any(is_its));
-        assert!(find_elsewhere(|n| n == name, Some(0)).unwrap().iter().any(is_its));
+        assert!(!find(|n| n == name).unwrap().iter().any(is_its));
         process.kill().unwrap();
         process.wait().unwrap();
     }
@@ -316,15 +268,15 @@ mod tests {
         let path = folder.path().join(&name);
         let _file = File::create_new(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        assert!(find(|n| n == name, None).unwrap().is_empty(), "a file");
+        assert!(find(|n| n == name).unwrap().is_empty(), "a file");
         let _listener = UnixListener::bind(folder.path().join("socket")).unwrap();
         std::fs::hard_link(folder.path().join("socket"), &path).unwrap();
         let path_only = libc::O_PATH | libc::O_NOFOLLOW;
         let socket = OpenOptions::new().read(true).custom_flags(path_only).open(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        assert!(find(|n| n == name, None).unwrap().is_empty(), "a socket with another link");
+        assert!(find(|n| n == name).unwrap().is_empty(), "a socket with another link");
         std::fs::remove_file(folder.path().join("socket")).unwrap();
-        assert_eq!(find(|n| n == name, None).unwrap().len(), 1, "its last link is gone");
+        assert_eq!(find(|n| n == name).unwrap().len(), 1, "its last link is gone");
         let own = rustix::process::geteuid().as_raw();
         let socket = socket.metadata().unwrap();
         assert!(is_door(&socket, own) && !is_door(&socket, own + 1));
@@ -337,14 +289,14 @@ mod tests {
         std::fs::create_dir(&deep).unwrap();
         let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
         let _door = Door::open(&deep, &name).unwrap();
-        assert_eq!(find(|n| n == name, None).unwrap()[0].path, deep.join(&name));
+        assert_eq!(find(|n| n == name).unwrap()[0].path, deep.join(&name));
     }
 
     #[test]
     fn a_connect_to_a_door_that_accepts_nothing_ends_at_the_limit() {
         let name = format!("tombolo-door-{}", uuid::Uuid::new_v4());
         let (_door, _folder) = open(&name);
-        let found = find(|n| n == name, None).unwrap().remove(0);
+        let found = find(|n| n == name).unwrap().remove(0);
         let mut waiting = Vec::new();
         let error = loop {
             match found.connect(Some(Duration::from_millis(20))) {

@@ -437,7 +437,7 @@ fn files_that_a_member_passes_along_and_whose_end_takes_hours_hold_up_no_other_m
         tombolo_brief::endless::pass(to, &[0; 8], passed).unwrap();
     };
     let name = format!("tombolo-doorbells-{}", bench.zone.uuid());
-    let door = tombolo_zone::door::find(|n| n == name, None).unwrap().remove(0);
+    let door = tombolo_zone::door::find(|n| n == name).unwrap().remove(0);
     let knock = || door.connect(None).unwrap();
     let connect = || UnixStream::connect(&a_path).unwrap();
     let joined = connect();

@@ -58,7 +58,7 @@ pub(super) fn member_of(stream: &UnixStream) -> io::Result<MemberId> {
 pub(super) fn connect(zone: Uuid, member: MemberId) -> Result<Option<UnixStream>> {
     let failed = |e| Error::io("connecting to the zone's doorbells", e);
     let name = name(zone);
-    for found in door::find(|n| n == name, None).map_err(failed)? {
+    for found in door::find(|n| n == name).map_err(failed)? {
         match found.connect(Some(ACCEPT)) {
             Ok(stream) => match wire::send(&stream, i64::from(member.index()), None) {
                 Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
