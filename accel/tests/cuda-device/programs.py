@@ -112,17 +112,18 @@ def main():
     arguments = parser.parse_args()
     nvidia = packages(arguments.long)
     device = driver(arguments.target)
-    good = True
+    ran = []
     for name in PROGRAMS if arguments.long else SHORT:
         for runtime in ["shared", "static", "12.9"] if arguments.long else ["shared"]:
             libraries = [device, nvidia / ("cuda_runtime/lib" if runtime == "12.9" else "cu13/lib")]
-            good &= run(f"{name}, runtime {runtime}", compile_program(nvidia, name, runtime), libraries)
+            ran.append(run(f"{name}, runtime {runtime}", compile_program(nvidia, name, runtime), libraries))
     for release in ["13", "12"] if arguments.long else []:
         program, library = compile_c(nvidia, "nvrtc", release)
-        good &= run(f"nvrtc {release}", program, [device, library])
+        ran.append(run(f"nvrtc {release}", program, [device, library]))
     if arguments.long:
-        good &= run_python(device)
-    return 0 if good else 1
+        ran.append(run_python(device))
+    print(f"{sum(ran)} passed, {len(ran) - sum(ran)} failed")
+    return 0 if all(ran) else 1
 
 
 if __name__ == "__main__":
