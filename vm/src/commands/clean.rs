@@ -165,8 +165,8 @@ fn remove(leftover: &Leftover) -> anyhow::Result<()> {
     if leftover.path.join("lock").is_file() {
         let dir = StateDir::at(leftover.path.clone());
         // A supervisor that has just begun keeps it.
-        if let Some(_lock) = dir.lock()? {
-            dir.remove();
+        if let Some(lock) = dir.lock()? {
+            dir.remove(&lock);
             anyhow::ensure!(!leftover.path.exists(), "it stays");
         }
         return Ok(());

@@ -337,8 +337,8 @@ fn down_dead(project: &Project, json: bool) -> anyhow::Result<ExitCode> {
     let dir = StateDir::of(&project.file)?;
     // Logs of a supervisor that died; one that is about to end keeps its lock until then.
     if dir.path().exists() {
-        let _lock = dir.lock_within(ENDING)?;
-        dir.remove();
+        let lock = dir.lock_within(ENDING)?;
+        dir.remove(&lock);
     }
     let name = dir.path().file_name().and_then(|name| name.to_str());
     let given = give_back(name, json);

@@ -334,7 +334,11 @@ impl StateDir {
                 Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => File::open(&path),
                 other => other,
             };
-            let file = file.with_context(|| format!("{} can't be made", path.display()))?;
+            let file = match file {
+                // Another process has removed the folder meanwhile.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                file => file.with_context(|| format!("{} can't be made", path.display()))?,
+            };
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
@@ -421,20 +425,23 @@ impl StateDir {
     }
 
     /// Removes the socket: this process is not reached any more.
-    pub fn close(&self) {
+    fn close(&self) {
         if let Err(e) = fs::remove_file(self.path.join(SOCKET)).or_else(absent) {
             crate::say!("{}: {e}", self.path.join(SOCKET).display());
         }
     }
 
-    /// Called with the lock held by a supervisor that is about to end: the folder goes where no VM has left a log.
-    pub fn withdraw(&self) {
+    /// Called by a supervisor that is about to end: the folder whose lock it has goes where no VM has left a log.
+    pub fn withdraw(&self, lock: &File) {
+        if !is_at(lock, &self.path.join(LOCK)) {
+            return;
+        }
         self.close();
         let logs = fs::read_dir(&self.path).is_ok_and(|entries| {
             entries.filter_map(Result::ok).any(|e| e.path().extension().is_some_and(|x| x == "console"))
         });
-        if !logs && self.path.exists() {
-            self.remove();
+        if !logs {
+            self.remove(lock);
         }
     }
 
@@ -446,16 +453,22 @@ impl StateDir {
         renew(&self.path)
     }
 
-    /// Removes the folder, unless another user has made it; called with the lock held.
-    pub fn remove(&self) {
+    /// Removes the folder whose lock this process has. One that another process has made and locked since stays, so the folder is renamed first: a new one at
+    /// its place loses no file.
+    pub fn remove(&self, lock: &File) {
+        if !is_at(lock, &self.path.join(LOCK)) {
+            return;
+        }
         if fs::symlink_metadata(&self.path).is_ok() {
             if let Err(e) = check_own(&self.path, CHANGE) {
                 crate::say!("{e:#}");
                 return;
             }
         }
-        if let Err(e) = fs::remove_dir_all(&self.path).or_else(absent) {
-            crate::say!("{}: {e}", self.path.display());
+        let removed = self.path.with_extension(format!("removed-{}", random_hex(4)));
+        match fs::rename(&self.path, &removed).and_then(|()| fs::remove_dir_all(&removed)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => crate::say!("{}: {e}", self.path.display()),
+            _ => {}
         }
     }
 }
@@ -475,7 +488,13 @@ mod tests {
         let dir = StateDir { path: base.path().join("p") };
         let lock = dir.lock().unwrap().expect("the lock is free");
         assert!(dir.lock().unwrap().is_none(), "taken");
-        drop(lock);
+        // The folder of the next supervisor is not this one's to remove.
+        dir.remove(&lock);
+        let next = dir.lock().unwrap().expect("it is gone, and made again");
+        dir.remove(&lock);
+        dir.withdraw(&lock);
+        assert!(is_at(&next, &dir.path.join(LOCK)));
+        drop(next);
         assert!(dir.lock().unwrap().is_some(), "free again");
     }
 
@@ -497,7 +516,8 @@ mod tests {
         fs::create_dir(&dir.path).unwrap();
         fs::set_permissions(&dir.path, fs::Permissions::from_mode(0o777)).unwrap();
         assert!(dir.renew().is_err());
-        dir.remove();
+        let lock = File::create(dir.path.join(LOCK)).unwrap();
+        dir.remove(&lock);
         assert!(dir.path.exists());
         fs::remove_dir_all(&base).unwrap();
         std::os::unix::fs::symlink(place.path(), &base).unwrap();

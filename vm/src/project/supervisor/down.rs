@@ -71,7 +71,7 @@ impl Supervisor {
             let beside = inner.clear();
             drop(inner);
             beside.end();
-            self.dir.remove();
+            self.dir.remove(self.endpoint().lock());
         }
         Ok(())
     }
@@ -149,15 +149,14 @@ impl Supervisor {
                 reporter.send(&Event::Note { text: text.into() });
             }
             self.lock().withdrawn = true;
-            self.dir.close();
-            self.dir.remove();
+            self.dir.remove(self.endpoint().lock());
             return Ok(());
         }
         // What is left of the time, also where VMs have had some of it already.
         self.stop(|_| true, until, reporter)?;
         let beside = self.lock().clear();
         beside.end();
-        self.dir.remove();
+        self.dir.remove(self.endpoint().lock());
         Ok(())
     }
 

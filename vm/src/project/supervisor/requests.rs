@@ -238,7 +238,7 @@ impl Supervisor {
             return false;
         }
         let beside = inner.clear();
-        self.dir.withdraw();
+        self.dir.withdraw(self.endpoint().lock());
         drop(inner);
         beside.end();
         true
