@@ -8,7 +8,7 @@ use tombolo_accel_gen::api::{Api, Class, Function, Type};
 use tombolo_accel_gen::{doc, parse};
 use tombolo_accel_spec::CUDA_API;
 
-/// What a parameter's C type must be.
+/// Returns the C++ type that a parameter of the header must have.
 fn cpp(ty: &Type) -> String {
     match ty {
         Type::Int(t) => match t.as_str() {

@@ -373,7 +373,7 @@ static int directory(char **a)
 	return 0;
 }
 
-/* A mapping whose pages the kernel gives to nobody else: of a mount by the zone's memory. */
+/* A mapping of a mount by the zone's memory: the kernel takes no references to its pages. */
 static int lent(char **a)
 {
 	int fd = open(at(a[0], "lent"), O_RDWR | O_CREAT | O_TRUNC, 0600), p[2];

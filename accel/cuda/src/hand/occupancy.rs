@@ -10,7 +10,7 @@ use tombolo_accel_spec::wire::Decoder;
 /// CUoccupancyB2DSize: bytes of shared memory for a block of this size.
 type SharedMemory = Option<unsafe extern "C" fn(i32) -> usize>;
 
-/// What is asked for.
+/// The arguments of an occupancy query.
 struct Question {
     function: Handle,
     shared: SharedMemory,

@@ -16,7 +16,7 @@ pub struct Device {
     pub place: [i32; 3],
 }
 
-/// What is asked for.
+/// The runtime's request for a proof.
 #[derive(Clone, Copy, Debug)]
 pub struct Question {
     /// The version of the question, which says how it is answered.

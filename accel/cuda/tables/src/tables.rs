@@ -106,7 +106,7 @@ unsafe extern "C" fn primary_context(context: *mut *mut c_void, device: i32) -> 
 
 extern "C" fn nothing() {}
 
-/// What these places ask is ready, or not the case: 0.
+/// Answers 0 for the entries by which the runtime asks whether something is still to be done.
 extern "C" fn ready() -> i32 {
     0
 }

@@ -296,7 +296,7 @@ impl Supervisor {
 fn endpoint_of(dir: &StateDir, lock: Kept, listener: Kept) -> anyhow::Result<Endpoint> {
     match (lock.take(), listener.take()) {
         (Ok(lock), Ok(listener)) => Ok(Endpoint::resume(lock.into(), UnixListener::from(listener))),
-        // What is left of the two is closed, which frees the lock.
+        // A descriptor that was passed without the other one has been closed, which has freed the lock.
         _ => dir.listen()?.context("another process has taken the project's lock"),
     }
 }

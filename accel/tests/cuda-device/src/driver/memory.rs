@@ -17,7 +17,7 @@ pub enum Kind {
     Managed,
 }
 
-/// What is allocated: address to kind and size.
+/// The living allocations: kind and size by address.
 static ALLOCATIONS: Mutex<BTreeMap<u64, (Kind, usize)>> = Mutex::new(BTreeMap::new());
 
 /// Bytes of device memory in use.

@@ -29,7 +29,7 @@ pub enum FaultKind {
     Unsupported,
 }
 
-/// What all blocks of a launch have in common.
+/// The program, memory and shape that all blocks of a launch share.
 pub struct Launch<'a> {
     pub program: &'a Program,
     pub arena: &'a Arena,

@@ -13,7 +13,7 @@ pub mod types;
 
 pub use parse::parse;
 
-/// What is wrong with a PTX text, and where.
+/// An error in a PTX text, with its line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Error {
     pub line: u32,
