@@ -195,7 +195,8 @@ pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<
     }
 }
 
-/// Takes `byte`, and waits while another description has it: [`TABLE_BYTE`] is held for microseconds, [`GRANTS_BYTE`] for a grant.
+/// Takes `byte`, and waits while another description has it: [`TABLE_BYTE`] is held for microseconds, [`GRANTS_BYTE`] for a grant, a member's
+/// for its life.
 pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
     let file =
         reopen(fd, true).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))?;

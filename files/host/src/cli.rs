@@ -65,7 +65,7 @@ pub enum Command {
         #[arg(long)]
         area: Option<String>,
     },
-    /// Mount a file system on this host (FUSE); ends on unmount or SIGTERM
+    /// Mount a file system on this host, by the kernel's module where that is loaded, else by FUSE; ends on unmount or SIGTERM
     Mount(mount::Args),
     /// Find damage, and repair it; exit codes: 0 clean, 1 repaired, 4 damage is left, 8 could not check
     Fsck(fsck::Args),

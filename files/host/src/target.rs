@@ -513,11 +513,11 @@ impl Target {
     /// Becomes a member, with this name if that can be chosen, and returns the area with this incarnation. A file without a zone has no members: the
     /// process is alone, and recovers all former members.
     pub fn join(&self, name: Name<'_>) -> anyhow::Result<(Area, Option<Joined>)> {
-        self.fill_holes()?;
         let zone = match &self.kind {
             Kind::Zone { zone, inside: true, .. } => return self.join_inside(zone, name),
             Kind::Zone { zone, .. } => zone,
             Kind::Bare { area, file } => {
+                self.fill_holes()?;
                 let at = self.path.display();
                 if !await_serving(|| byte_lock(file, SERVING, libc::F_OFD_SETLK, libc::F_WRLCK).map(drop))
                     .with_context(|| format!("{at}: locking"))?
@@ -532,14 +532,7 @@ impl Target {
                 return Ok((area.lone(), None));
             }
         };
-        let (id, liveness) = name.claim(zone)?;
-        zone.require_at(&self.path)?;
-        let area = self.area()?;
-        // Grants of the slot's former member are not for this one. A file system of another version, which may have them elsewhere, is refused when it is
-        // opened.
-        if fsck::expect_known(&area).is_ok() && !crate::account::revoke(&area, id.index()) {
-            bail!("{}: the area is too small for a file system", self.path.display());
-        }
+        let (id, liveness) = self.claim(zone, name)?;
         let membership = zone.join_claimed(id, liveness)?;
         let rung = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let ring = Arc::clone(&rung);
@@ -551,6 +544,37 @@ impl Target {
         let joined =
             Joined { zone: Arc::clone(zone), membership: Some(membership), ringing, rung, inside: false };
         Ok((self.area_of(joined.incarnation())?, Some(joined)))
+    }
+
+    /// Takes a slot of the zone, in which nothing is granted yet.
+    pub(crate) fn claim(&self, zone: &Zone, name: Name<'_>) -> anyhow::Result<(MemberId, Liveness)> {
+        self.fill_holes()?;
+        let (id, liveness) = name.claim(zone)?;
+        zone.require_at(&self.path)?;
+        let area = self.area()?;
+        // Grants of the slot's former member are not for this one. A file system of another version, which may have them elsewhere, is refused when it is
+        // opened.
+        if fsck::expect_known(&area).is_ok() && !crate::account::revoke(&area, id.index()) {
+            bail!("{}: the area is too small for a file system", self.path.display());
+        }
+        Ok((id, liveness))
+    }
+
+    /// Returns the zone, if a kernel could mount it by its memory; or why not.
+    pub(crate) fn for_kernel(&self) -> Result<&Arc<Zone>, &'static str> {
+        let (zone, area) = match &self.kind {
+            Kind::Bare { .. } => return Err("it is a file system outside of a zone"),
+            Kind::Zone { inside: true, .. } => return Err("it is in a device of this VM"),
+            Kind::Zone { zone, area, .. } => (zone, area),
+        };
+        let magic = rustix::fs::fstatfs(zone).map_or(0, |s| s.f_type);
+        if ![libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC].contains(&magic) {
+            return Err("its file is neither on tmpfs nor on hugetlbfs");
+        }
+        if zone.area(AreaType::Files, None).ok().as_ref() != Some(area) {
+            return Err("the kernel mounts a zone's first area of files");
+        }
+        Ok(zone)
     }
 
     /// Waits until no other process changes what members are granted, and holds these off until the value returned is dropped. `None`: no zone.

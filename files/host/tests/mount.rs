@@ -515,6 +515,32 @@ fn says(process: &mut Killed, what: &str) {
 }
 
 #[test]
+fn mount_mounts_a_zones_file_with_the_options_of_a_line_in_fstab() {
+    let alone = Alone::new();
+    let bin = TempDir::new().expect("a directory");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_tombolo-files-torture"), bin.path().join("tombolo"))
+        .expect("a link");
+    let path = format!("{}:{}", bin.path().display(), std::env::var("PATH").expect("a path"));
+    let helper = concat!(env!("CARGO_MANIFEST_DIR"), "/mount.tombolo");
+    let mount = |options: &str| {
+        let mut command = Command::new(helper);
+        command.arg(&alone.image).arg(&alone.at).args(["-o", options]).env("PATH", &path);
+        command.output().expect("the helper starts")
+    };
+    let said = mount("ro,nofail,x-systemd.automount,backend=fuse,allow_other,noatime");
+    assert!(said.status.success(), "{said:?}");
+    let table = fs::read_to_string("/proc/self/mounts").expect("the mounts");
+    let line = format!(" {} fuse.tombolo ro,nosuid,nodev,noatime,", alone.at.display());
+    assert!(table.contains(&line), "{table}");
+    unmount(&alone.at);
+    let said = mount("size=5");
+    assert!(
+        String::from_utf8_lossy(&said.stderr).contains("'size=5' is no option of this mount"),
+        "{said:?}"
+    );
+}
+
+#[test]
 fn a_file_system_is_made_restored_repaired_and_granted_by_one_process_at_a_time() {
     let dir = TempDir::new().expect("a directory");
     let at = |name: &str| dir.path().join(name).display().to_string();

@@ -1077,6 +1077,43 @@ def a_host_mounts_a_zone_by_a_descriptor_of_its_memory_beside_another_member(a):
         b.off()
 
 
+@claim(1, mount=False, dies=0)
+def files_mount_uses_the_kernel_of_a_host_which_holds_the_slot_until_the_last_unmount(a):
+    from members import torture
+    b = a.rig.host([torture(a.rig.work)[1]]).boot("host", a.rig.zone, ZONE_MIB, memory=512)
+    files = "tombolo-files-torture files "
+    mount, remake = files + "mount --json %s /tmp/z/zone /tmp/%s", files + "mkfs --force /tmp/z/zone"
+    pid = "$(sed 's/.*\"pid\":\\([0-9]*\\).*/\\1/' /tmp/said)"
+    ended = "until ! kill -0 %s 2>/dev/null; do :; done" % pid
+
+    def refused(command, why):
+        rc, out = b.run(command + " 2>&1")
+        need(rc and why in out, "`%s` gave %d: %s" % (command, rc, out))
+
+    try:
+        b.ok("mkdir -p /tmp/z /tmp/host /tmp/fuse && mount -t tmpfs none /tmp/z && mkzone /tmp/z/zone 96 2")
+        b.ok(mount % ("--member me", "host") + " > /tmp/said && grep '\"kernel\"' /tmp/said && grep ' /tmp/host tombolo rw,nosuid,nodev,' /proc/mounts")
+        b.ok("claims lent /tmp/host && echo here > /tmp/host/x")
+        refused(mount % ("--backend kernel", "fuse"), "has it mounted at /tmp/host")
+        b.ok(mount % ("", "fuse") + " | grep '\"fuse\".*mounted at /tmp/host' && test $(cat /tmp/fuse/x) = here && umount /tmp/fuse")
+        # Another name for it, and no process any more: the kernel holds the slot.
+        b.ok("mount --bind /tmp/host /tmp/fuse && kill -9 %s && %s" % (pid, ended))
+        b.ok("echo on > /tmp/host/x && umount /tmp/host && test $(cat /tmp/fuse/x) = on")
+        refused(remake, "in use by me")
+        refused(mount % ("--backend fuse --member me", "host"), "me: is in the zone already")
+        b.ok("umount /tmp/fuse && " + remake)
+        # SIGTERM unmounts; an unmount ends the process, and the name is free.
+        for end in ("kill %s && " % pid, "umount /tmp/host && "):
+            b.ok(mount % ("--member me --backend kernel", "host") + " > /tmp/said && " + end + ended + " && ! grep tombolo /proc/mounts && ! pidof tombolo-files-torture")
+        b.ok(mount % ("--read-only", "host") + " > /tmp/said && grep '\"kernel\"' /tmp/said && ! touch /tmp/host/y && umount /tmp/host && " + ended)
+        b.ok("cp /tmp/z/zone /tmp/zone && mkdir /tmp/inner && " + files + "mkfs --size 8M /tmp/plain")
+        refused(files + "mount --backend kernel /tmp/plain /tmp/host", "outside of a zone")
+        refused("unshare -Urm " + mount % ("--backend kernel", "host"), "CAP_SYS_ADMIN")
+        need("damaged" not in b.ok("dmesg") and not b.complaints(), "the kernel complained: %s" % b.complaints())
+    finally:
+        b.off()
+
+
 # The kernel of a guest with one CPU online patches its LOCK prefixes away, which is the harder case.
 @claim(2, smp=1)
 def one_cpu_guests_lose_no_update_either(a, b):

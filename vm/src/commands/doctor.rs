@@ -85,6 +85,7 @@ pub fn examine(near: &Path, announce: impl FnOnce()) -> Vec<Finding> {
         ),
     });
     findings.push(fuse(Path::new("/dev/fuse")));
+    findings.push(module(&std::fs::read_to_string("/proc/filesystems").unwrap_or_default()));
     findings.push(opencl(crate::project::accelerator::devices()));
     findings
 }
@@ -140,6 +141,20 @@ fn fuse(device: &Path) -> Finding {
     }
 }
 
+/// `known`: the kernel's file systems, as proc(5) lists them.
+fn module(known: &str) -> Finding {
+    if known.lines().any(|line| line == "nodev\ttombolo") {
+        return finding("tombolo.ko", Grade::Good, "root's mounts of zones are the kernel's".into(), None);
+    }
+    let remedy = "apt install tombolo-dkms; modprobe tombolo (only for mounting zones on the host)";
+    finding(
+        "tombolo.ko",
+        Grade::Less,
+        "not loaded: the host mounts by FUSE, without shared mappings".into(),
+        Some(remedy),
+    )
+}
+
 /// The findings as lines for a person.
 pub fn table(findings: &[Finding], colour: bool) -> String {
     let width = findings.iter().map(|f| f.name.len()).max().unwrap_or(0);
@@ -167,7 +182,9 @@ mod tests {
     fn what_is_missing_comes_with_its_remedy() {
         let none = opencl(Err(anyhow::anyhow!("no OpenCL device on this machine; install one")));
         assert_eq!(none.found, "no OpenCL device on this machine");
-        for finding in [iommu(Path::new("/nonexistent")), fuse(Path::new("/nonexistent")), none] {
+        assert_eq!(module("nodev\tproc\nnodev\ttombolo\n").grade, Grade::Good);
+        let lacks = Path::new("/nonexistent");
+        for finding in [iommu(lacks), fuse(lacks), module("nodev\tproc\n"), none] {
             assert_eq!(finding.grade, Grade::Less);
             assert!(finding.remedy.is_some());
         }

@@ -270,6 +270,11 @@ impl Zone {
         Ok(HeldByOwner { _held: held })
     }
 
+    /// Waits until nothing holds the slot: no process, and no mount of the kernel's.
+    pub fn await_end(&self, id: MemberId) -> Result<()> {
+        liveness::hold_waiting(self.file.as_fd(), member_byte(id)).map(drop)
+    }
+
     fn refuse_second(&self, id: MemberId) -> Error {
         self.refuse_id(id, "another process is this member".to_owned())
     }

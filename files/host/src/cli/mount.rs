@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tombolo files mount`: one process per mount. In the background by default: the command starts itself again with --foreground and
+//! `tombolo files mount`: one process per mount, which serves it (FUSE) or stands beside it (`kernel`). In the background by default: the command starts itself again with --foreground and
 //! waits until that process serves.
 
 use std::io::{BufRead, BufReader};
+use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,6 +12,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use clap::ValueEnum;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::pipe::PipeFlags;
 use serde_json::json;
@@ -25,7 +27,9 @@ use crate::log;
 use crate::sys;
 use crate::target::{self, Joined, Name, Target};
 
-/// The line that a mount in the foreground prints when it serves.
+mod kernel;
+
+/// The line that a mount in the foreground prints when it serves; the next one says by what.
 const READY: &str = "serving";
 /// Interval at which a member without a doorbell polls its pending bits.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -42,6 +46,17 @@ const EXPELLED: &str = "this member of the zone was declared dead";
 /// Interval at which it asks again whether its readers of removed blocks have finished.
 const LET_GO_AGAIN: Duration = Duration::from_millis(50);
 
+/// What mounts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Backend {
+    /// The kernel where it can, else FUSE
+    Auto,
+    /// The module tombolo.ko, with shared mappings, for root: the zone's memory is taken up as a whole
+    Kernel,
+    /// A process, without shared mappings
+    Fuse,
+}
+
 /// Arguments of `tombolo files mount`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -56,6 +71,9 @@ pub struct Args {
     /// Name of this member in the zone; in a guest without a doorbell the VM's name
     #[arg(long)]
     member: Option<String>,
+    /// What mounts it
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    backend: Backend,
     /// Stay in the foreground; prints "serving" once it serves
     #[arg(long, short)]
     foreground: bool,
@@ -114,7 +132,8 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     ] {
         command.args(on.then_some(flag));
     }
-    for (option, value) in [("--area", &args.area), ("--member", &args.member)] {
+    let backend = args.backend.to_possible_value().map(|value| value.get_name().to_owned());
+    for (option, value) in [("--area", &args.area), ("--member", &args.member), ("--backend", &backend)] {
         if let Some(value) = value {
             command.args([option, value]);
         }
@@ -128,24 +147,24 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     tombolo_zone::daemon::detach(&mut command, None);
     let mut child = command.spawn().context("starting the mount's process")?;
-    let mut line = String::new();
+    let (mut line, mut by) = (String::new(), String::new());
     if let Some(out) = child.stdout.take() {
-        BufReader::new(out).read_line(&mut line)?;
+        let mut out = BufReader::new(out);
+        out.read_line(&mut line)?;
+        out.read_line(&mut by)?;
     }
     if line.trim_end() != READY {
         let out = child.wait_with_output()?;
         let text = String::from_utf8_lossy(&out.stderr);
         bail!("{}", text.trim().trim_start_matches("Error: "));
     }
+    let (by, pid) = (by.trim_end(), child.id());
     if json {
-        println!("{}", json!({"pid": child.id(), "directory": args.directory}));
+        let (backend, why) = by.split_once(": ").map_or((by, None), |(backend, why)| (backend, Some(why)));
+        println!("{}", json!({"pid": pid, "directory": args.directory, "backend": backend, "why": why}));
     } else {
-        println!(
-            "{} is mounted at {} by process {}",
-            args.zone.display(),
-            args.directory.display(),
-            child.id()
-        );
+        let (zone, directory) = (args.zone.display(), args.directory.display());
+        println!("{zone} is mounted at {directory} by process {pid} ({by})");
     }
     Ok(())
 }
@@ -153,6 +172,10 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
 fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     let signals = session::end_signals().context("taking over signals")?;
     let options = args.mount_options()?;
+    let why = match by_kernel(args, &options, json, &signals)? {
+        ControlFlow::Break(()) => return Ok(()),
+        ControlFlow::Continue(why) => why,
+    };
     let target = Target::open(&args.zone, !options.read_only, args.area.as_deref())?;
     let member = args.member.as_deref();
     let (area, joined) = if options.read_only {
@@ -182,7 +205,8 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
         let name = std::thread::Builder::new().name("file-locks".into());
         name.spawn(move || server.locks.serve(&server.fs)).context("starting threads")?
     };
-    let served = serve(args, json, &mounted, &server, joined.as_ref(), &signals);
+    let mounting = Mounting { mounted: &mounted, why: why.as_deref(), json };
+    let served = serve(args, &mounting, &server, joined.as_ref(), &signals);
     // On every path: nothing stays mounted, references are dropped, the slot becomes free.
     let unmounted = mounted.unmount().with_context(|| format!("unmounting {}", args.directory.display()));
     if session::is_over(&server) {
@@ -220,6 +244,39 @@ fn foreground(args: &Args, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Mounts by the kernel, and stays until the mount's end. Continue: FUSE is to do it, because of this.
+fn by_kernel(
+    args: &Args,
+    options: &MountOptions,
+    json: bool,
+    signals: &std::fs::File,
+) -> anyhow::Result<ControlFlow<(), Option<String>>> {
+    if args.backend == Backend::Fuse {
+        return Ok(ControlFlow::Continue(None));
+    }
+    let refuse = |why: String| match args.backend {
+        Backend::Kernel => Err(anyhow::anyhow!("{}: {why}; --backend fuse mounts it", args.zone.display())),
+        _ => Ok(ControlFlow::Continue(Some(why))),
+    };
+    if let Some(why) = kernel::hindrance() {
+        return refuse(why.to_owned());
+    }
+    // For writing also where the mount only reads: it holds a slot.
+    let target = Target::open(&args.zone, true, args.area.as_deref())?;
+    let zone = match target.for_kernel() {
+        Ok(zone) => zone,
+        Err(why) => return refuse(why.to_owned()),
+    };
+    if let Some(place) = kernel::place_of(zone) {
+        return refuse(format!("the kernel has it mounted at {place}, for mount --bind"));
+    }
+    let slot = target.claim(zone, args.member.as_deref().map_or(Name::Process("mount"), Name::Member))?;
+    let mounted = kernel::mount(zone, slot, &args.directory, options)?;
+    announce(&args.directory, "kernel", None, json)?;
+    mounted.watch_over(signals)?;
+    Ok(ControlFlow::Break(()))
+}
+
 /// Starts a process that declares this one dead should it end without leaving. Returns the pipe end that it watches; no other process may
 /// inherit it.
 fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
@@ -247,14 +304,21 @@ fn watch_over(joined: &Joined) -> anyhow::Result<OwnedFd> {
     }
 }
 
+/// A FUSE mount that is being made.
+struct Mounting<'a> {
+    mounted: &'a Mounted,
+    why: Option<&'a str>,
+    json: bool,
+}
+
 fn serve(
     args: &Args,
-    json: bool,
-    mounted: &Mounted,
+    mounting: &Mounting<'_>,
     server: &Arc<Server>,
     joined: Option<&Joined>,
     signals: &std::fs::File,
 ) -> anyhow::Result<()> {
+    let mounted = mounting.mounted;
     mounted.handshake(server)?;
     let (ended_read, ended_write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
     let ended_write = Arc::new(ended_write);
@@ -273,7 +337,7 @@ fn serve(
         .collect::<Result<_, std::io::Error>>()
         .context("starting threads")?;
     drop(ended_write);
-    announce(mounted.target(), json)?;
+    announce(mounted.target(), "fuse", mounting.why, mounting.json)?;
     if joined.is_some_and(|joined| joined.rung().is_some()) {
         server.locks.has_bell();
     }
@@ -375,13 +439,15 @@ fn have_ended(threads: &OwnedFd) -> anyhow::Result<bool> {
     }
 }
 
-fn announce(target: &Path, json: bool) -> anyhow::Result<()> {
+/// Prints that the mount serves, and by what; `why`: what keeps the kernel from it.
+fn announce(target: &Path, backend: &str, why: Option<&str>, json: bool) -> anyhow::Result<()> {
     use std::io::Write;
     let mut out = std::io::stdout();
     if json {
-        writeln!(out, "{}", json!({"state": READY, "directory": target}))?;
+        writeln!(out, "{}", json!({"state": READY, "directory": target, "backend": backend, "why": why}))?;
     } else {
-        writeln!(out, "{READY}")?;
+        let why = why.map(|why| format!(": {why}")).unwrap_or_default();
+        writeln!(out, "{READY}\n{backend}{why}")?;
     }
     out.flush()?;
     Ok(())

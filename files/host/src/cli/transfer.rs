@@ -241,7 +241,15 @@ impl Mounted {
             return Err(e).with_context(|| format!("making {}", point.display()));
         }
         let mut command = Command::new(std::env::current_exe().context("finding this program's file")?);
-        command.args(["files", "mount", "--foreground", "--member", &format!("copy-{own}")]);
+        command.args([
+            "files",
+            "mount",
+            "--foreground",
+            "--backend",
+            "fuse",
+            "--member",
+            &format!("copy-{own}"),
+        ]);
         command.args(read_only.then_some("--read-only"));
         command.args(area.map(|area| format!("--area={area}"))).arg("--").arg(zone).arg(&point);
         // A copy that is killed leaves no mount.

@@ -97,6 +97,15 @@ impl MountOptions {
         self.list().iter().filter(|(on, ..)| *on).fold(0, |flags, (_, flag, _)| flags | flag)
     }
 
+    /// Flags of fsmount(2): MOUNT_ATTR_*, the first four of which are those of mount(2).
+    pub fn attributes(&self) -> u64 {
+        let flags = self.flags();
+        let rest = [(libc::MS_NOATIME, 0x10), (libc::MS_STRICTATIME, 0x20), (libc::MS_NODIRATIME, 0x80)];
+        rest.iter()
+            .filter(|(flag, _)| flags & flag != 0)
+            .fold(flags & 0xf, |all, (_, attribute)| all | attribute)
+    }
+
     /// Returns the flags for fusermount3, each with a comma before it.
     pub fn text(&self) -> String {
         self.list().iter().filter(|(on, ..)| *on).map(|(_, _, name)| format!(",{name}")).collect()
@@ -116,6 +125,7 @@ mod tests {
             options.set(option).expect("an option");
         }
         assert_eq!(options.flags(), libc::MS_RDONLY | libc::MS_NOATIME);
+        assert_eq!(options.attributes(), libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOATIME);
         assert!(options.set("user_xattr").expect_err("no option").contains("[no]atime"));
     }
 }

@@ -35,6 +35,11 @@ const MOST_MORE: usize = 4096;
 /// A file system mounted at a directory.
 pub struct Mounted {
     device: Arc<File>,
+    place: Place,
+}
+
+/// Where a file system is mounted.
+pub struct Place {
     target: PathBuf,
     number: DeviceNumber,
 }
@@ -60,8 +65,7 @@ pub fn mount(target: &Path, options: &MountOptions) -> io::Result<Mounted> {
     } else {
         mount_as_user(&target, options)?
     };
-    let number = DeviceNumber::at(CWD, &target)?;
-    Ok(Mounted { device: Arc::new(device), target, number })
+    Ok(Mounted { device: Arc::new(device), place: Place::of(target)? })
 }
 
 fn mount_as_root(target: &Path, options: &MountOptions) -> io::Result<File> {
@@ -127,7 +131,7 @@ fn mount_as_user(target: &Path, options: &MountOptions) -> io::Result<File> {
 
 impl Mounted {
     pub fn target(&self) -> &Path {
-        &self.target
+        &self.place.target
     }
 
     /// Negotiates features with the kernel. Called once, before any thread serves.
@@ -208,28 +212,7 @@ impl Mounted {
         if self.has_ended()? {
             return Ok(true);
         }
-        if detach(&self.target, Some(self.number))? {
-            return self.has_ended();
-        }
-        // It was moved, or a directory above it renamed.
-        for place in self.places()? {
-            if !detach(&place, Some(self.number))? && self.places()?.contains(&place) {
-                let place = place.display();
-                return Err(io::Error::other(format!(
-                    "another mount covers it; umount {place} until both are gone"
-                )));
-            }
-        }
-        Ok(true)
-    }
-
-    /// Where it is mounted, as this process sees it; none without /proc.
-    fn places(&self) -> io::Result<Vec<PathBuf>> {
-        match std::fs::read("/proc/self/mountinfo") {
-            Ok(table) => Ok(self.number.places(&table)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-            Err(e) => Err(e),
-        }
+        if self.place.detach()? { self.has_ended() } else { Ok(true) }
     }
 
     /// Returns whether the file system has no mount left, in any mount namespace.
@@ -287,6 +270,43 @@ fn detach_name(name: &Path) -> Result<(), Errno> {
     match unsafe { libc::umount2(name.as_ptr(), libc::MNT_DETACH) } {
         0 => Ok(()),
         _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),
+    }
+}
+
+impl Place {
+    /// Of the file system that is mounted at `target`.
+    pub fn of(target: PathBuf) -> io::Result<Place> {
+        let number = DeviceNumber::at(CWD, &target)?;
+        Ok(Place { target, number })
+    }
+
+    /// Detaches it, here or wherever it was moved to. Returns whether it was here.
+    ///
+    /// # Errors
+    /// Another mount covers it; and others.
+    pub fn detach(&self) -> io::Result<bool> {
+        if detach(&self.target, Some(self.number))? {
+            return Ok(true);
+        }
+        // It was moved, or a directory above it renamed.
+        for place in self.all()? {
+            if !detach(&place, Some(self.number))? && self.all()?.contains(&place) {
+                let place = place.display();
+                return Err(io::Error::other(format!(
+                    "another mount covers it; umount {place} until both are gone"
+                )));
+            }
+        }
+        Ok(false)
+    }
+
+    /// All directories where it is mounted, as this process sees it; none without /proc.
+    fn all(&self) -> io::Result<Vec<PathBuf>> {
+        match std::fs::read("/proc/self/mountinfo") {
+            Ok(table) => Ok(self.number.places(&table)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(e),
+        }
     }
 }
 
