@@ -447,7 +447,8 @@ fn announce(target: &Path, backend: &str, why: Option<&str>, json: bool) -> anyh
         writeln!(out, "{}", json!({"state": READY, "directory": target, "backend": backend, "why": why}))?;
     } else {
         let why = why.map(|why| format!(": {why}")).unwrap_or_default();
-        writeln!(out, "{READY}\n{backend}{why}")?;
+        // At once: who reads the first line alone may close the pipe then.
+        out.write_all(format!("{READY}\n{backend}{why}\n").as_bytes())?;
     }
     out.flush()?;
     Ok(())
