@@ -152,6 +152,22 @@ fn check_boot(name: &str, vm: &VmSpec) -> Result<(), Wrong> {
     ensure(vm.initrd.is_none() || vm.kernel.is_some(), "initrd", || {
         format!("vm.{name} has an initrd but no kernel; add kernel = \"PATH\"")
     })?;
+    if let Some(root) = &vm.root {
+        let own = vm.initrd.is_some() || vm.kernel.as_ref().is_some_and(|kernel| kernel.contains('/'));
+        ensure(!own && (vm.kernel.is_some() || !vm.has_disk()), "root", || {
+            format!(
+                "vm.{name}.root is for kernels of the guest kit, whose initramfs mounts it; leave out initrd, and write a version as kernel, such as \"6.12\""
+            )
+        })?;
+        let good = root.path.starts_with('/')
+            && !root.path.contains(|c: char| c.is_whitespace() || ":,\\".contains(c));
+        ensure(good, "root", || {
+            format!(
+                "vm.{name}.root.path is '{}'; write an absolute path without blanks, ':', ',' and '\\'",
+                root.path
+            )
+        })?;
+    }
     ensure(!vm.snapshot || vm.disk.is_some(), "snapshot", || {
         format!("vm.{name}.snapshot is set, but there is no disk")
     })
@@ -184,7 +200,8 @@ fn check_membership(
             "vm.{name}.zones.{zone}: bytes and inodes are 1 at least; for a guest that is to make nothing write rights = \"ro\""
         )
     })?;
-    let Some(mount) = &zone_use.mount else { return Ok(()) };
+    let is_root = vm.root.as_ref().is_some_and(|root| root.zone == *zone);
+    let Some(mount) = zone_use.mount.as_deref().or(is_root.then_some("/")) else { return Ok(()) };
     ensure(spec.files, "zones", || {
         format!(
             "vm.{name} mounts the zone '{zone}', which has no file system; add files = true to [zone.{zone}]"
@@ -193,6 +210,9 @@ fn check_membership(
     ensure(mount.starts_with('/'), "zones", || {
         format!("vm.{name}.zones.{zone}.mount is '{mount}'; write an absolute path")
     })?;
+    if zone_use.mount.is_none() {
+        return Ok(());
+    }
     check_has_agent(vm, || format!("vm.{name} mounts the zone '{zone}'"))
 }
 

@@ -42,7 +42,7 @@ fn keys(source: &str, name: &str) -> Vec<Key> {
     keys
 }
 
-fn tables() -> [Table; 13] {
+fn tables() -> [Table; 14] {
     let table = |header, about, source, name| Table { header, about, keys: keys(source, name) };
     [
         table(
@@ -60,6 +60,7 @@ fn tables() -> [Table; 13] {
             "AccelSpec",
         ),
         table("[vm.NAME]", "A virtual machine.", include_str!("vm.rs"), "VmSpec"),
+        table("vm.NAME.root", "A VM's root in a zone.", include_str!("vm.rs"), "RootSpec"),
         table("vm.NAME.zones.ZONE", "A VM's use of a zone.", include_str!("zone.rs"), "ZoneUse"),
         table(
             "vm.NAME.networks.NETWORK",
@@ -133,7 +134,7 @@ mod tests {
     use crate::compose::device::DeviceTable;
     use crate::compose::disks::DiskSpec;
     use crate::compose::network::{NetSpec, NicSpec};
-    use crate::compose::{Compose, Share, VmSpec, ZoneSpec, ZoneUse};
+    use crate::compose::{Compose, RootSpec, Share, VmSpec, ZoneSpec, ZoneUse};
     use serde::de::DeserializeOwned;
 
     /// The former key of `hypervisor`, which is still read.
@@ -157,6 +158,7 @@ mod tests {
             known::<NetSpec>(),
             known::<AccelSpec>(),
             known::<VmSpec>(),
+            known::<RootSpec>(),
             known::<ZoneUse>(),
             known::<NicSpec>(),
             known::<AccelUse>(),

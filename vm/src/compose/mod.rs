@@ -34,7 +34,7 @@ mod zone;
 
 pub use error::{ComposeError, nearest};
 pub use tombolo_control::Size;
-pub use vm::{HypervisorChoice, Ready, Share, VmSpec};
+pub use vm::{HypervisorChoice, Ready, RootSpec, Share, VmSpec};
 pub use zone::{Backing, Rights, ZoneSpec, ZoneUse};
 
 /// The longest compose or env file that is read, in bytes.
@@ -244,6 +244,10 @@ fn make_absolute(compose: &mut Compose, dir: &Path) {
         }
     }
     for vm in compose.vm.values_mut() {
+        if let Some(root) = &vm.root {
+            let reads = || ZoneUse { rights: Rights::ReadOnly, ..ZoneUse::default() };
+            vm.zones.entry(root.zone.clone()).or_insert_with(reads);
+        }
         if let Some(kernel) = &mut vm.kernel {
             // A version of the guest kit is no file beside the compose file.
             if kernel.contains('/') || dir.join(&*kernel).is_file() {

@@ -39,6 +39,10 @@ pub struct VmSpec {
     /// `none`: A disk image: qcow2 where its name ends in .qcow2, else raw; for other formats see 'disks'. The VM boots from it where no kernel is named.
     #[serde(default)]
     pub disk: Option<PathBuf>,
+    /// `none`: A directory of a zone that it has as its root, such as { zone = "base" }: read-only, one copy for all VMs, below a tmpfs of its own; see below. For
+    /// kernels of the guest kit.
+    #[serde(default)]
+    pub root: Option<RootSpec>,
     /// `false`: Throw away what the VM writes to its disk.
     #[serde(default)]
     pub snapshot: bool,
@@ -135,6 +139,17 @@ pub struct VmSpec {
     pub qemu_args: Vec<String>,
 }
 
+/// A VM's `root`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RootSpec {
+    /// `"base"`: The zone. The VM is a member that may only read, unless zones says more. Required.
+    pub zone: String,
+    /// `"/"`: The directory in it.
+    #[serde(default = "default_root_path")]
+    pub path: String,
+}
+
 /// One entry of a VM's `share`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -210,6 +225,9 @@ fn default_cpus() -> u32 {
 }
 fn default_memory() -> Size {
     Size(512 << 20)
+}
+fn default_root_path() -> String {
+    "/".into()
 }
 fn default_ready_timeout() -> u32 {
     180

@@ -4,6 +4,9 @@
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
+use std::os::unix::fs::FileExt;
+
+use anyhow::Context;
 
 use super::{Hypervisor, Qemu};
 use crate::compose::{Share, VmSpec};
@@ -25,6 +28,9 @@ pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 /// A guest that may get memory above 4 GiB reserves 64 MiB of bounce buffers for devices that can't reach it. Only the host's devices could be such
 /// ones; 8 MiB are left for what the user's own arguments add.
 const FEW_BOUNCE_BUFFERS: &str = " swiotlb=4096";
+
+/// Where a zone's header has its identity, in bytes.
+const UUID_AT: u64 = 16;
 
 /// A guest of the guest kit loads the module for bypassed devices.
 const BYPASS: &str = " tombolo.bypass";
@@ -132,7 +138,7 @@ pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
         line.add_all(drive.arguments(n == 0 && plan.boot.is_none()));
     }
     if let Some(boot) = &plan.boot {
-        add_boot(&mut line, plan, boot);
+        add_boot(&mut line, plan, boot)?;
     }
     line.add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny");
     line.0.extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(OsString::from));
@@ -193,7 +199,7 @@ fn add_channels(line: &mut CommandLine, plan: &Plan<'_>) {
 }
 
 /// Adds the kernel that QEMU loads itself, its initramfs and its command line.
-fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) {
+fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) -> anyhow::Result<()> {
     line.add("-kernel", &boot.kernel);
     if let Some(initrd) = &boot.initrd {
         line.add("-initrd", initrd);
@@ -210,11 +216,26 @@ fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) {
     if plan.bypass.is_some() {
         cmdline.push_str(BYPASS);
     }
+    if let Some(root) = &plan.spec.root {
+        let zone = plan.zones.iter().find(|zone| zone.name == root.zone);
+        let zone =
+            zone.with_context(|| format!("vm.{}.root: the zone '{}' is not there", plan.name, root.zone))?;
+        cmdline.push_str(&format!(" tombolo.root={}:{}", identity(zone.memory)?, root.path));
+    }
     if let Some(more) = &plan.spec.cmdline {
         cmdline.push(' ');
         cmdline.push_str(more);
     }
     line.add("-append", cmdline);
+    Ok(())
+}
+
+/// The identity in a zone's header, in hexadecimal digits.
+fn identity(memory: RawFd) -> anyhow::Result<String> {
+    let mut uuid = [0; 16];
+    let file = std::fs::File::open(format!("/proc/self/fd/{memory}"));
+    file.and_then(|file| file.read_exact_at(&mut uuid, UUID_AT)).context("reading a zone's header")?;
+    Ok(uuid.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// A folder of the host, over 9p.
