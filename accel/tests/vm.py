@@ -272,7 +272,9 @@ def served_in(host, vm, options="", prepare="", folder="/cg/*", signal="TERM"):
     try:
         vm.ok(LISTENS)
         connect_in(host, vm)
-        yield vm.ok("for i in $(seq 100); do ls -d %s/worker-* 2>/dev/null && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder).strip()
+        # A group is made and limited before the worker begins in it.
+        events = vm.ok("for i in $(seq 300); do grep -ls 'populated 1' %s/worker-*/cgroup.events && exit 0; sleep 0.1; done; cat /tmp/served; ls /cg; exit 1" % folder)
+        yield os.path.dirname(events.strip())
     finally:
         vm.ok("kill $(cat /tmp/silent) 2>/dev/null; kill -%s $(cat /tmp/server); "
               "for i in $(seq 300); do test -d /proc/$(cat /tmp/server) || exit 0; sleep 0.1; done; exit 1" % signal)
