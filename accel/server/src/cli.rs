@@ -17,7 +17,7 @@ const LISTEN: &str = "unix:/run/tombolo/accel.sock";
 /// Accelerators through memory.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Serve this machine's OpenCL devices to clients
+    /// Serve this machine's OpenCL and CUDA devices to clients
     Serve(Serve),
     /// List servers and who they serve, those of running projects among them
     Ls {
@@ -26,7 +26,11 @@ pub enum Command {
         control: Option<PathBuf>,
     },
     /// List the devices that a server on this machine has to offer
-    Devices,
+    Devices {
+        /// Only those of one API
+        #[arg(long, value_parser = ["opencl", "cuda"])]
+        api: Option<String>,
+    },
     /// Let a server accept no more clients and end when its last one has gone; its address is free at once
     Drain {
         /// Control socket of the server
@@ -240,8 +244,8 @@ pub fn list(servers: &[Listing], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn devices(json: bool) -> anyhow::Result<()> {
-    let devices = crate::worker::devices()?;
+fn devices(api: Option<&str>, json: bool) -> anyhow::Result<()> {
+    let devices = crate::worker::devices(api)?;
     if json {
         println!("{}", serde_json::to_string(&devices)?);
     } else {
@@ -257,7 +261,7 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
         Command::Ls { control } => {
             list(&control::servers(control.as_deref().unwrap_or(Path::new(control::DEFAULT)))?, json)?;
         }
-        Command::Devices => devices(json)?,
+        Command::Devices { api } => devices(api.as_deref(), json)?,
         Command::Drain { control } => control::ask::<()>(&control, &Request::Drain)?,
         Command::Join { control, guest: file } => {
             control::ask::<()>(&control, &Request::Vm(guest(&file)?))?;

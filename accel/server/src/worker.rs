@@ -302,20 +302,37 @@ pub fn trial(wall: &Behind) -> ExitCode {
     }
 }
 
-/// The devices of this machine, as a worker has them. For a process that has one thread yet and ends soon.
-pub fn devices() -> anyhow::Result<Vec<Device>> {
+fn cuda_devices() -> Result<Vec<Device>, String> {
+    let found = Cuda::load(Limits::default(), None)?.devices();
+    found.map_err(|code| format!("no name of a CUDA device was told (code {code})"))
+}
+
+/// The devices of this machine, of one API or of both, as a worker has them. For a process that has one thread yet and ends soon.
+pub fn devices(api: Option<&str>) -> anyhow::Result<Vec<Device>> {
     let scratch = scratch()?;
     let folder = scratch.as_ref().map(|own| own.path().to_owned()).or_else(shared_cache);
     announce(&folder.unwrap_or_default(), &["POCL_CACHE_DIR", "TMPDIR"]);
     // SAFETY: this process has one thread yet.
     unsafe { std::env::set_var(NATIVE, "1") };
-    let found = OpenCl::load(Limits::default(), None).map_err(anyhow::Error::msg).map(|cl| cl.devices());
+    let (mut found, mut missing) = (Vec::new(), Vec::new());
+    if api != Some("cuda") {
+        match OpenCl::load(Limits::default(), None).map(|cl| cl.devices()) {
+            Ok(devices) if devices.is_empty() => missing.push(
+                "no OpenCL device on this machine; install a driver (Debian: pocl-opencl-icd for the CPU, or your device's) and look with clinfo".into(),
+            ),
+            Ok(devices) => found.extend(devices),
+            Err(why) => missing.push(why),
+        }
+    }
+    if api != Some("opencl") {
+        match cuda_devices() {
+            Ok(devices) => found.extend(devices),
+            Err(why) => missing.push(format!("no CUDA device on this machine; {why}")),
+        }
+    }
     drop(scratch);
-    let found = found?;
     if found.is_empty() {
-        bail!(
-            "no OpenCL device on this machine; install a driver (Debian: pocl-opencl-icd for the CPU, or your device's) and look with clinfo"
-        );
+        bail!("{}", missing.join("; "));
     }
     Ok(found)
 }

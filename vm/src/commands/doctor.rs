@@ -5,8 +5,10 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use crate::compose::accelerator::Api;
 use crate::guest::kit;
 use crate::host;
+use crate::project::accelerator::devices;
 use crate::qemu::kvm;
 use crate::qemu::version::Qemu;
 
@@ -86,7 +88,8 @@ pub fn examine(near: &Path, announce: impl FnOnce()) -> Vec<Finding> {
     });
     findings.push(fuse(Path::new("/dev/fuse")));
     findings.push(module(&std::fs::read_to_string("/proc/filesystems").unwrap_or_default()));
-    findings.push(opencl(crate::project::accelerator::devices()));
+    findings.push(opencl(devices(Api::OpenCl)));
+    findings.push(cuda(devices(Api::Cuda)));
     findings
 }
 
@@ -98,6 +101,17 @@ fn opencl(devices: anyhow::Result<Vec<String>>) -> Finding {
                 "apt install pocl-opencl-icd, or your device's driver (only for accelerators in VMs)";
             let found = format!("{e:#}");
             finding("opencl", Grade::Less, found.split(';').next().unwrap_or_default().into(), Some(remedy))
+        }
+    }
+}
+
+fn cuda(devices: anyhow::Result<Vec<String>>) -> Finding {
+    match devices {
+        Ok(devices) => finding("cuda", Grade::Good, devices.join(", "), None),
+        Err(e) => {
+            let remedy = "install NVIDIA's driver (only for CUDA in VMs)";
+            let found = format!("{e:#}");
+            finding("cuda", Grade::Less, found.split(';').next().unwrap_or_default().into(), Some(remedy))
         }
     }
 }

@@ -7,10 +7,13 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use crate::commands::client;
 use crate::commands::doctor::{Finding, Grade, finding};
 use crate::compose::Project;
+use crate::project::accelerator::CUDA_LIBRARY;
 use crate::project::control::{Event, Request};
 
 /// Prints what there is, a word that names it in front of each line.
-const LOOK: &str = r#"echo "kernel $(uname -r)"
+const LOOK: &str = r#"library=$(cuda_library)
+[ -z "$library" ] || echo "cuda $library"
+echo "kernel $(uname -r)"
 if grep -qw tombolo /proc/filesystems; then
 	echo "module loaded"
 elif modprobe -n -q tombolo || [ -e /lib/modules/tombolo.ko ]; then
@@ -28,7 +31,7 @@ if [ -d /sys/bus/virtio/drivers/virtio_mem ] || modprobe -n -q virtio_mem; then 
 pub fn examine(project: &Project, vm: &str) -> anyhow::Result<Vec<Finding>> {
     let request = Request::Exec {
         vm: vm.to_owned(),
-        argv: ["/bin/sh", "-c", LOOK].map(str::to_owned).to_vec(),
+        argv: ["/bin/sh", "-c", &format!("{CUDA_LIBRARY}{LOOK}")].map(str::to_owned).to_vec(),
         env: Vec::new(),
         dir: None,
         input: false,
@@ -86,7 +89,20 @@ fn findings(said: &str) -> Vec<Finding> {
             Grade::Less,
             "give the zone 'mount' in the compose file, or mount it in the guest",
         ),
-        line("accelerators", "calls", "none", Grade::Less, "add 'accelerators' to the VM (only for OpenCL)"),
+        line(
+            "accelerators",
+            "calls",
+            "none",
+            Grade::Less,
+            "add 'accelerators' to the VM (only for OpenCL and CUDA)",
+        ),
+        line(
+            "cuda",
+            "cuda",
+            "no libcuda.so.1 of Tombolo",
+            Grade::Less,
+            "put it where docs/cuda.md says (only for CUDA programs)",
+        ),
         line(
             "growing memory",
             "grows",
@@ -103,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_guest_with_everything_needs_nothing() {
-        let all = "kernel 6.1.0\nmodule loaded\nmemory /dev/pmem0\ncalls /dev/tombolo-calls-cl\nmount /mnt (rw)\ngrows driver virtio_mem\n";
+        let all = "kernel 6.1.0\nmodule loaded\ncuda /usr/lib/libcuda.so.1\nmemory /dev/pmem0\ncalls /dev/tombolo-calls-cl\nmount /mnt (rw)\ngrows driver virtio_mem\n";
         let found = findings(all);
         assert!(found.iter().all(|f| f.grade == Grade::Good && f.remedy.is_none()), "{found:?}");
         assert!(found.iter().any(|f| f.found == "/mnt (rw)"));

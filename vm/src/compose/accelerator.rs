@@ -26,13 +26,34 @@ const ZONE_MAX: u64 = 64 << 30;
 pub enum Api {
     #[default]
     OpenCl,
+    Cuda,
+}
+
+impl Api {
+    /// Its name in the compose file.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Api::OpenCl => "opencl",
+            Api::Cuda => "cuda",
+        }
+    }
+
+    /// The client library that programs in a VM load.
+    #[must_use]
+    pub fn library(self) -> &'static str {
+        match self {
+            Api::OpenCl => "libtombolo-opencl.so",
+            Api::Cuda => "libcuda.so.1 of Tombolo",
+        }
+    }
 }
 
 /// `[accel.NAME]`
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AccelSpec {
-    /// `"opencl"`: What programs speak.
+    /// `"opencl"`: What programs speak, `"opencl"` or `"cuda"`: whose devices the host must have, and which client library the VMs need.
     pub api: Api,
     /// `none`: The VM of this file that has the devices and serves the others. Default: the host serves.
     pub vm: Option<String>,
@@ -252,7 +273,7 @@ mod tests {
         assert!(e.ends_with("add [accel.gpu]"), "{e}");
         let e = error("[accel.cl]\nweihgt = 3\n");
         assert!(e.contains(":2: unknown key 'weihgt'") && e.ends_with("did you mean 'weight'?"), "{e}");
-        let e = error("[accel.cl]\napi = \"cuda\"\n");
+        let e = error("[accel.cl]\napi = \"vulkan\"\n");
         assert!(e.contains(":2: ") && e.contains("cuda") && e.contains("opencl"), "{e}");
         let e = error("[accel.cl]\ncgroup = \"accel\"\n");
         assert!(e.contains(":2: accel.cl.cgroup: 'accel' is no absolute path"), "{e}");

@@ -20,6 +20,7 @@ use tombolo_brief::child::leave_sockets;
 use tombolo_control::accel::Tenant;
 
 use crate::child::{self, halted};
+use crate::compose::accelerator::Api;
 use crate::compose::{Compose, Project, VmSpec};
 use crate::guest::exec;
 use crate::guest::mount;
@@ -218,6 +219,11 @@ impl Accelerator {
         lock(&self.server.slots).values().map(|slot| slot.zone.clone()).collect()
     }
 
+    /// The API of its programs.
+    pub fn api(&self) -> Api {
+        self.server.spec.api
+    }
+
     /// Makes the device in a guest through its agent. False: the guest has no client library.
     ///
     /// # Errors
@@ -226,6 +232,10 @@ impl Accelerator {
         const SET_UP: &str = r#"need_module
 await_zone "$3"
 [ -c "/dev/tombolo-calls-$2" ] || echo "$1" >/sys/module/tombolo/parameters/calls || { module_said; exit 4; }
+if [ "$4" = cuda ]; then
+	[ -z "$(cuda_library)" ] || echo yes
+	exit
+fi
 for icd in /etc/OpenCL/vendors/*.icd; do
 	[ -r "$icd" ] || continue
 	library=$(head -n 1 "$icd")
@@ -243,8 +253,8 @@ done"#;
         let identity = uuid.replace('-', "");
         let output = exec::script(
             machine.agent(),
-            &format!("{}{SET_UP}", mount::FUNCTIONS),
-            &[&uuid, &self.server.name, &identity],
+            &format!("{}{CUDA_LIBRARY}{SET_UP}", mount::FUNCTIONS),
+            &[&uuid, &self.server.name, &identity, self.api().name()],
             Duration::from_secs(120),
         )?;
         match output.code {
@@ -347,7 +357,7 @@ impl Part for Accelerator {
                 runs: Runs::In(Arc::new(Owner::new(&owner))),
             });
         }
-        devices().with_context(|| format!("accel.{name}"))?;
+        devices(spec.api).with_context(|| format!("accel.{name}"))?;
         let scratch = scratch(dir, name);
         // A supervisor that was killed has left it.
         remove(&scratch);
@@ -406,13 +416,25 @@ pub fn is_scratch(name: &str) -> bool {
     hash.len() == 8 && hash.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// The devices of the host's OpenCL, a line each.
+/// A function of a guest's shell: the path of the client library where a program finds it as NVIDIA's own, or nothing.
+pub const CUDA_LIBRARY: &str = r#"cuda_library() {
+	for library in /usr/local/lib /lib/*-linux-gnu /usr/lib/*-linux-gnu /lib64 /usr/lib64 /lib /usr/lib; do
+		library=$library/libcuda.so.1
+		if grep -qs TOMBOLO_ACCEL "$library"; then
+			echo "$library"
+			break
+		fi
+	done
+}
+"#;
+
+/// The host's devices of an API, a line each.
 ///
 /// # Errors
 /// That there is nothing, and what to do.
-pub fn devices() -> anyhow::Result<Vec<String>> {
+pub fn devices(api: Api) -> anyhow::Result<Vec<String>> {
     let mut command = crate::child::own_program();
-    command.args(["accel", "devices"]).stdin(Stdio::null());
+    command.args(["accel", "devices", "--api", api.name()]).stdin(Stdio::null());
     child::tie(&mut command, &[]);
     leave_sockets(&mut command);
     let output =

@@ -12,6 +12,7 @@ pub mod snapshot;
 
 use crate::account::{Account, Good};
 use crate::limits::Limits;
+use crate::opencl::Device;
 use crate::session::{Api, Call, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
@@ -127,6 +128,15 @@ impl Cuda {
             session: OnceLock::new(),
             late: AtomicI32::new(wire::SUCCESS),
         })))
+    }
+
+    /// The driver's devices.
+    pub fn devices(&self) -> Result<Vec<Device>, i32> {
+        let device = |device: &i32| {
+            let name = String::from_utf8_lossy(&snapshot::name(&self.native, *device)?).into_owned();
+            Ok(Device { api: "cuda", platform: "CUDA".into(), name, is_processor: false })
+        };
+        self.devices.iter().map(device).collect()
     }
 
     /// Ties it to its client.

@@ -73,6 +73,16 @@ pub fn devices(native: &Native) -> Result<Vec<i32>, i32> {
         .collect()
 }
 
+/// A device's name.
+pub fn name(native: &Native, device: i32) -> Result<Vec<u8>, i32> {
+    let mut name = [0u8; 256];
+    let named = native.cuDeviceGetName.ok_or(wire::UNSUPPORTED)?;
+    // SAFETY: room for so many bytes.
+    status(unsafe { named(name.as_mut_ptr().cast_const().cast(), name.len() as i32, device) })?;
+    let len = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+    Ok(name[..len].to_vec())
+}
+
 /// The snapshot: the driver's version; of each device name, UUID, bytes of memory, codes and values of attributes.
 pub fn write(cuda: &Cuda, reply: &mut Vec<u8>) -> Result<(), i32> {
     let native = &cuda.native;
@@ -83,19 +93,14 @@ pub fn write(cuda: &Cuda, reply: &mut Vec<u8>) -> Result<(), i32> {
     to.i32(version);
     to.u32(cuda.devices.len() as u32);
     for device in &cuda.devices {
-        let (mut name, mut uuid) = ([0u8; 256], [0u8; 16]);
-        let mut memory = 0usize;
-        let (named, told, sized) =
-            (native.cuDeviceGetName, native.cuDeviceGetUuid_v2, native.cuDeviceTotalMem_v2);
-        let text = name.as_mut_ptr().cast_const().cast();
-        // SAFETY: room for so many bytes, for a UUID, and for a size.
+        let (mut uuid, mut memory) = ([0u8; 16], 0usize);
+        let (told, sized) = (native.cuDeviceGetUuid_v2, native.cuDeviceTotalMem_v2);
+        // SAFETY: room for a UUID, and for a size.
         unsafe {
-            status(named.ok_or(wire::UNSUPPORTED)?(text, name.len() as i32, *device))?;
             status(told.ok_or(wire::UNSUPPORTED)?(uuid.as_mut_ptr().cast_const().cast(), *device))?;
             status(sized.ok_or(wire::UNSUPPORTED)?(&mut memory, *device))?;
         }
-        let len = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
-        to.bytes(&name[..len]);
+        to.bytes(&name(native, *device)?);
         to.bytes(&uuid);
         to.u64((memory as u64).min(cuda.limits.memory));
         let (codes, values): (Vec<i32>, Vec<i32>) =

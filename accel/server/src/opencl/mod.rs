@@ -53,7 +53,9 @@ pub mod generated {
 /// A device, for people.
 #[derive(Debug, serde::Serialize)]
 pub struct Device {
-    /// Its platform's name.
+    /// `opencl` or `cuda`.
+    pub api: &'static str,
+    /// The name of its OpenCL platform; of others `CUDA`.
     pub platform: String,
     pub name: String,
     /// Set if it is the host's processors: its kernels run in the process that has the driver.
@@ -175,6 +177,7 @@ impl OpenCl {
             let kind =
                 |device| <[u8; 8]>::try_from(told(device, cl::DEVICE_TYPE).1).map_or(0, u64::from_ne_bytes);
             devices.extend(list.unwrap_or_default().into_iter().map(|device| Device {
+                api: "opencl",
                 platform: name.clone(),
                 name: text(told(device, cl::DEVICE_NAME)),
                 is_processor: kind(device) & cl::DEVICE_TYPE_CPU != 0,

@@ -207,15 +207,14 @@ impl Supervisor {
             for (name, accelerator) in self.accelerators_of(spec) {
                 report(Stage::Preparing, &format!("accelerator {name}"));
                 if !accelerator.set_up(machine)? {
-                    without_library.push(name);
+                    without_library.push(format!("{} in it for {name}", accelerator.api().library()));
                 }
             }
         }
         if without_library.is_empty() {
             return Ok(String::new());
         }
-        let names = without_library.join(", ");
-        Ok(format!(", no libtombolo-opencl.so in it for {names}: see docs/accelerators.md"))
+        Ok(format!(", no {}: see docs/accelerators.md", without_library.join(", no ")))
     }
 
     fn accelerators_of(&self, spec: &VmSpec) -> Vec<(String, Arc<Accelerator>)> {
