@@ -226,15 +226,132 @@ static int tmb_fill_hole(struct inode *inode, pgoff_t index)
 	return err;
 }
 
+#if TMB_HAS_DAX_REFERENCES
+/*
+ * Takes fs/dax's entries of pages in use out. By itself, fs/dax would split the folio of a huge page under its users, and warns of a small one. So the
+ * entries are kept in 'aside', and come back when nobody uses a page of the inode any more (tmb_end_aside).
+ */
+static int tmb_set_aside(struct inode *inode, pgoff_t first, pgoff_t last, u64 block)
+{
+	struct address_space *pages = tmb_pages(inode);
+	unsigned int order;
+	pgoff_t i;
+
+	for (i = first; i <= last; i += 1ul << order) {
+		void *entry = xa_load(&pages->i_pages, i);
+		int err;
+
+		order = xa_get_order(&pages->i_pages, i);
+		if (!entry)
+			continue;
+		err = xa_err(xa_store(&tmb_i(inode)->aside, block + (i - first), entry, GFP_NOFS));
+		if (err)
+			return err;
+		xa_lock_irq(&pages->i_pages);
+		__xa_erase(&pages->i_pages, i);
+		pages->nrpages -= 1ul << order;
+		xa_unlock_irq(&pages->i_pages);
+	}
+	return 0;
+}
+
+/* Gives fs/dax the entries back that were set aside, one after another, to take them out itself. Nothing of the inode is mapped or in use. */
+static void tmb_end_aside(struct inode *inode)
+{
+	struct address_space *pages = tmb_pages(inode);
+	struct tmb_inode *ti = tmb_i(inode);
+	unsigned long block;
+	void *entry;
+
+	xa_for_each(&ti->aside, block, entry) {
+		struct folio *folio = page_folio(tmb_page_of(tmb_sb(inode->i_sb), block));
+		XA_STATE_ORDER(xas, &pages->i_pages, folio->index, folio_order(folio));
+
+		do {
+			xas_lock_irq(&xas);
+			xas_store(&xas, entry);
+			if (!xas_error(&xas))
+				pages->nrpages += folio_nr_pages(folio);
+			xas_unlock_irq(&xas);
+		} while (xas_nomem(&xas, GFP_NOFS | __GFP_NOFAIL));
+		tmb_drop_pages(pages);
+	}
+	xa_destroy(&ti->aside);
+}
+
+/* Returns the page of a huge page set aside that has the file's present block at 'index', or NULL. */
+static struct page *tmb_page_aside(struct inode *inode, pgoff_t index)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tfs_run run;
+	struct page *page;
+
+	if (xa_empty(&tmb_i(inode)->aside) || tfs_map(&s->fs, tmb_h(inode), index, 1, &run) || !run.block)
+		return NULL;
+	page = tmb_page_of(s, run.block);
+	return xa_load(&tmb_i(inode)->aside, run.block - folio_page_idx(page_folio(page), page)) ? page : NULL;
+}
+
+/* Maps such a page, as fs/dax maps others. */
+static vm_fault_t tmb_aside_fault(struct vm_fault *vmf, struct page *page, bool write, int *err)
+{
+	struct inode *inode = file_inode(vmf->vma->vm_file);
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	vm_fault_t ret;
+
+	if (vmf->pgoff >= DIV_ROUND_UP((u64)i_size_read(inode), PAGE_SIZE)) {
+		*err = -EFAULT;
+		return VM_FAULT_SIGBUS;
+	}
+	*err = tmb_note_mapped(inode, vmf->pgoff, page_to_pfn(page) - s->zone.pfn - (s->zone.files_offset >> PAGE_SHIFT), 1);
+	if (*err)
+		return tmb_fault_error(*err);
+	folio_ref_inc(page_folio(page));
+	if (vmf->cow_page) {
+		vmf->page = page; /* the caller copies it, and drops the reference */
+		return 0;
+	}
+	ret = vmf_insert_page_mkwrite(vmf, page, write);
+	folio_put(page_folio(page));
+	return ret;
+}
+#else
+/* fs/dax takes an entry out while its page is in use if it is clean. Nobody writes it back, so its marks tell nothing. */
+static int tmb_set_aside(struct inode *inode, pgoff_t first, pgoff_t last, u64 block)
+{
+	struct address_space *pages = tmb_pages(inode);
+	pgoff_t i;
+
+	for (i = first; i <= last; i++) {
+		xa_clear_mark(&pages->i_pages, i, PAGECACHE_TAG_DIRTY);
+		xa_clear_mark(&pages->i_pages, i, PAGECACHE_TAG_TOWRITE);
+	}
+	return invalidate_inode_pages2_range(pages, first, last);
+}
+
+static void tmb_end_aside(struct inode *inode)
+{
+}
+
+static struct page *tmb_page_aside(struct inode *inode, pgoff_t index)
+{
+	return NULL;
+}
+
+static vm_fault_t tmb_aside_fault(struct vm_fault *vmf, struct page *page, bool write, int *err)
+{
+	return VM_FAULT_SIGBUS;
+}
+#endif
+
 /*
  * Lets another block be mapped at 'index' where the file has one now, though pages of the older block are in use: that block is kept in 'displaced' until
  * they are not. The caller has unmapped the inode everywhere and holds invalidate_lock.
  */
 static int tmb_displace(struct inode *inode, pgoff_t index)
 {
-	struct address_space *pages = tmb_pages(inode);
 	struct tmb_inode *ti = tmb_i(inode);
-	pgoff_t first, last, i;
+	pgoff_t first;
 	void *entry = tmb_run_with(ti, index, &first), *aside;
 	struct tfs_run run;
 	u64 block;
@@ -242,9 +359,6 @@ static int tmb_displace(struct inode *inode, pgoff_t index)
 
 	if (!entry || xa_to_value(entry) >> 1 == TMB_HOLE)
 		return 0;
-	/* There, fs/dax would split the huge page's folio under its user: the access waits for that one. */
-	if (TMB_HAS_DAX_REFERENCES && xa_to_value(entry) & 1)
-		return -EAGAIN;
 	block = xa_to_value(entry) >> 1;
 	err = tfs_map(tmb_fs(inode), tmb_h(inode), index, 1, &run);
 	if (err || run.block == block + (index - first))
@@ -256,13 +370,7 @@ static int tmb_displace(struct inode *inode, pgoff_t index)
 	if (err)
 		return err;
 	xa_erase(&ti->runs, first);
-	/* fs/dax takes an entry out while its page is in use if it is clean. Nobody writes it back, so its marks tell nothing. */
-	last = first + (xa_to_value(entry) & 1 ? HPAGE_PMD_NR : 1) - 1;
-	for (i = first; i <= last; i++) {
-		xa_clear_mark(&pages->i_pages, i, PAGECACHE_TAG_DIRTY);
-		xa_clear_mark(&pages->i_pages, i, PAGECACHE_TAG_TOWRITE);
-	}
-	return invalidate_inode_pages2_range(pages, first, last);
+	return tmb_set_aside(inode, first, first + (xa_to_value(entry) & 1 ? HPAGE_PMD_NR : 1) - 1, block);
 }
 
 /* Unmaps all of the inode, so that the block that the file has at 'index' now can be mapped. */
@@ -345,7 +453,7 @@ static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 	bool write = vmf->flags & FAULT_FLAG_WRITE && vma->vm_flags & VM_SHARED, again = false;
 	/* Huge pages need no such care: a write splits them, and the small page is mapped anew. */
 	bool private = !TMB_HAS_DAX_REFERENCES && !s->zone.frames && order == TMB_ORDER_PTE && (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE;
-	struct page *page = NULL;
+	struct page *page = NULL, *aside;
 	vm_fault_t ret = VM_FAULT_NOPAGE;
 	int err = 0;
 
@@ -385,7 +493,10 @@ static vm_fault_t tmb_fault_order(struct vm_fault *vmf, tmb_order order)
 			tmb_refresh_size(inode);
 			if (private)
 				page = tmb_private_page(inode, vmf->pgoff, &err);
-			if (!err && s->zone.frames)
+			aside = order == TMB_ORDER_PTE && !err && !page ? tmb_page_aside(inode, vmf->pgoff) : NULL;
+			if (aside)
+				ret = tmb_aside_fault(vmf, aside, write, &err);
+			else if (!err && s->zone.frames)
 				ret = tmb_memory_fault(vmf, &err);
 			else if (!err && !page)
 				ret = dax_iomap_fault(vmf, order, NULL, &err, private ? &tmb_iomap_hole_ops : &tmb_iomap_ops);
@@ -658,6 +769,7 @@ int tmb_revoke_locked(struct inode *inode)
 	if (tmb_any_pinned(s, ti))
 		return -EBUSY;
 	tmb_drop_pages(tmb_pages(inode));
+	tmb_end_aside(inode);
 	xa_destroy(&ti->runs);
 	xa_destroy(&ti->displaced);
 	spin_lock(&s->mapped_lock);

@@ -50,6 +50,7 @@ static void tmb_inode_init_once_cb(void *p)
 	mutex_init(&ti->map_lock);
 	xa_init(&ti->runs);
 	xa_init(&ti->displaced);
+	xa_init(&ti->aside);
 	INIT_LIST_HEAD(&ti->mapped_link);
 	tmb_pages_init_once(&ti->vfs);
 	inode_init_once(&ti->vfs);

@@ -114,6 +114,7 @@ struct tmb_inode {
 	u64 map_seq;
 	struct xarray runs; /* page offset -> block << 1 | huge, of what dax may have mapped */
 	struct xarray displaced; /* block -> block << 1 | huge, of what is mapped no more, but was in use when the file had another block there */
+	struct xarray aside; /* block -> fs/dax's entry of what is in 'displaced', from 6.15 on */
 	unsigned long revoked_at; /* jiffies */
 	bool shows_holes, told_holes; /* zeroes may be mapped where there are holes; and the zone's bit is set */
 	unsigned long pinned_at; /* in 'runs': where a page was in use at the last look */
