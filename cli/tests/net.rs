@@ -166,6 +166,31 @@ fn vms_of_a_network_reach_each_other_and_go_on_when_a_vm_or_the_switch_is_killed
     lab.assert_nothing_left();
 }
 
+/// QEMU with a card that is connected to nothing.
+const UNPLUGGED: &str = r#"#!/bin/bash
+for word; do
+	case $word in vhost-user,*) word=hubport,id=net0,hubid=0 ;; esac
+	words+=("$word")
+done
+exec "${TOMBOLO_QEMU:-qemu-system-x86_64}" "${words[@]}"
+"#;
+
+#[test]
+fn up_tells_of_a_vm_whose_port_stays_down() {
+    let vm = "kernel = \"6.1\"\nmemory = \"256M\"\nnetworks = [\"lan\"]\n";
+    let lab = Lab::new(&format!("qemu = \"./qemu\"\n[net.lan]\n[vm.a]\n{vm}"));
+    common::write_program(&lab.dir.path().join("qemu"), UNPLUGGED);
+    let up = lab.run(&["up"]);
+    let words = String::from_utf8_lossy(&up.stderr);
+    assert!(
+        up.status.success() && words.contains("but its port in the network 'lan' is down; see "),
+        "{words}"
+    );
+    assert!(lab.good(&["ps"]).contains("a (down)"));
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
 #[test]
 fn a_vm_is_given_its_address_by_the_networks_dhcp() {
     let lab = Lab::new(

@@ -93,6 +93,15 @@ impl Guest {
         }
     }
 
+    /// Boots again, where QEMU has `-action reboot=reset`, and waits until the shell takes commands.
+    ///
+    /// # Errors
+    /// As [`Guest::finish`] says.
+    pub fn reboot(&mut self) -> Result<()> {
+        self.send("reboot -f")?;
+        self.until(READY).map(drop)
+    }
+
     /// Kills QEMU, as a crash of the VM would, and waits for its end.
     pub fn kill(mut self) {
         self.end();
