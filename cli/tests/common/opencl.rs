@@ -50,8 +50,8 @@ pub fn program(name: &str) -> PathBuf {
     program
 }
 
-/// Builds the client library; the items of `guest/add` that install it and make it the guest's OpenCL driver.
-pub fn client_library() -> [String; 2] {
+/// Builds the client libraries; the folder that has them.
+pub fn built() -> &'static Path {
     let programs = Path::new(env!("CARGO_BIN_EXE_tombolo")).parent().unwrap();
     let mut build = Command::new(env!("CARGO"));
     build.args(["build", "-q", "--locked", "--workspace", "--target-dir"]);
@@ -60,7 +60,12 @@ pub fn client_library() -> [String; 2] {
         build.arg("--release");
     }
     done(&mut build);
-    let library = stripped(&programs.join("libtombolo_opencl.so"), "libtombolo-opencl.so");
+    programs
+}
+
+/// The items of `guest/add` that install the client library and make it the guest's OpenCL driver.
+pub fn client_library() -> [String; 2] {
+    let library = stripped(&built().join("libtombolo_opencl.so"), "libtombolo-opencl.so");
     std::fs::write(folder().join("vendors/tombolo.icd"), "/usr/lib/libtombolo-opencl.so\n").unwrap();
     let vendors = folder().join("vendors");
     [format!("{library}:/usr/lib/libtombolo-opencl.so"), format!("{}:/etc/OpenCL/vendors", vendors.display())]
