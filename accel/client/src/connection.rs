@@ -83,6 +83,7 @@ pub struct Connection {
     tickets: Mutex<HashMap<u64, Redeem>>,
     callbacks: Mutex<HashMap<u64, Callback>>,
     started: AtomicBool,
+    prints_by_stdio: AtomicBool,
     lost: OnceLock<String>,
     staging: Mutex<Staging>,
     /// Threads wait here for staging memory.
@@ -106,7 +107,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 const FORKED: &str =
     "this process was forked from the one that uses the accelerator, whose objects are not its own";
 
-/// Writes what a kernel printed to the standard output: past the buffers of the C library, as a driver in this process does.
+unsafe extern "C" {
+    static stdout: *mut libc::FILE;
+}
+
+/// Writes what a kernel printed to the standard output: past the buffers of the C library, as an OpenCL driver in this process does.
 fn print(mut bytes: &[u8]) {
     while !bytes.is_empty() {
         // SAFETY: the slice lives during the call.
@@ -150,12 +155,18 @@ impl Connection {
             callbacks: Mutex::default(),
             started: AtomicBool::new(false),
             lost: OnceLock::new(),
+            prints_by_stdio: AtomicBool::new(false),
             staging: Mutex::new(Staging::new(link.window.len())),
             staging_freed: AtomicU64::new(0),
             window: link.window,
             counts: (0..COUNTED).map(|_| Count::default()).collect(),
             _gone: link.gone,
         }))
+    }
+
+    /// From now on, what kernels print goes through C's standard output stream, between what the program prints itself.
+    pub fn print_by_stdio(&self) {
+        self.prints_by_stdio.store(true, Ordering::Relaxed);
     }
 
     /// Counts of a function.
@@ -414,6 +425,10 @@ impl Connection {
                 ReplyKind::Ticket => {
                     let redeem = lock(&self.tickets).remove(&reply.tag);
                     redeem.ok_or(Error::Broken("an unknown ticket"))?(self, reply.status);
+                }
+                ReplyKind::Output if self.prints_by_stdio.load(Ordering::Relaxed) => {
+                    // SAFETY: the slice lives during the call; C's own stream, which a program may have closed: then it writes nothing.
+                    unsafe { libc::fwrite(body.as_ptr().cast(), 1, body.len(), stdout) };
                 }
                 ReplyKind::Output => print(body),
                 ReplyKind::Notify => {

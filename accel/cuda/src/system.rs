@@ -90,6 +90,7 @@ fn establish() -> Result<System, i32> {
 fn greet(address: &str) -> Result<System, String> {
     let link = connect(address, wire::API, wire::IDENTITY).map_err(|e| e.to_string())?;
     let connection = Connection::new(link).map_err(|e| e.to_string())?;
+    connection.print_by_stdio();
     let snapshot = connection.call(&Snapshot {}, |status, body| (status, body.to_vec()));
     let (status, body) = snapshot.map_err(|Lost| "the server went away during the handshake".to_string())?;
     if status != wire::SUCCESS {

@@ -212,7 +212,7 @@ impl Driver for &'static OpenCl {
 impl Driver for &'static Cuda {
     fn attach(&self, session: &Arc<Session>) -> std::io::Result<()> {
         Cuda::attach(self, session);
-        Ok(())
+        self.capture_output()
     }
 
     /// A driver of GPUs reserves far more addresses than it has memory.

@@ -4,9 +4,12 @@
 mod rig;
 
 use rig::{Server, compile_for, folder, library, run};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+use tombolo_accel_server::control::{self, Listing, Request};
 
 /// NVIDIA's compiler and runtime.
 fn toolkit() -> &'static Path {
@@ -97,9 +100,13 @@ fn text(command: &mut Command) -> String {
 #[test]
 fn programs_of_nvcc_print_forwarded_what_they_print_on_the_device() {
     let server = serve("cuda-program", &[]);
-    for (name, last) in
-        [("vector_add.cu", "done\n"), ("gemm.cu", "ok\n"), ("reduce.cu", "ok\n"), ("groups.cu", "ok\n")]
-    {
+    for (name, last) in [
+        ("vector_add.cu", "done\n"),
+        ("gemm.cu", "ok\n"),
+        ("reduce.cu", "ok\n"),
+        ("groups.cu", "ok\n"),
+        ("functions.cu", "ok\n"),
+    ] {
         let program = compiled(name);
         let expected = text(&mut directly(&program));
         assert!(expected.ends_with(last), "{name}: {expected}");
@@ -147,4 +154,58 @@ fn opencl_and_cuda_are_served_at_once_and_a_server_without_cuda_says_so() {
 
 fn run_opencl(server: &Server) -> std::io::Result<std::process::Output> {
     server.program(&rig::compiled("sizes")).output()
+}
+
+/// The processes that serve clients of a server.
+fn workers(server: &Server) -> Vec<String> {
+    let listing = control::ask::<Listing>(&server.control, &Request::Ls).expect("it answers");
+    listing.tenants.iter().map(|tenant| tenant.pid.to_string()).collect()
+}
+
+/// Runs a program up to its line `ready`; what it says is read from the second.
+fn until_ready(command: &mut Command) -> (Child, BufReader<ChildStdout>) {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut said = BufReader::new(child.stdout.take().expect("a pipe"));
+    let mut line = String::new();
+    while line != "ready\n" {
+        assert!(line.is_empty() || line.ends_with(": CUDA_SUCCESS\n"), "{line}");
+        line.clear();
+        assert!(said.read_line(&mut line).expect("text") > 0, "it ended");
+    }
+    (child, said)
+}
+
+/// Lets it go on; the codes that its calls answered.
+fn rest((mut child, mut said): (Child, BufReader<ChildStdout>)) -> Vec<String> {
+    child.stdin.take().expect("a pipe").write_all(b"go\n").expect("it reads");
+    let mut text = String::new();
+    said.read_to_string(&mut text).expect("text");
+    assert!(child.wait().expect("it ends").success());
+    text.lines().map(|line| line.rsplit(' ').next().expect("a word").to_owned()).collect()
+}
+
+#[test]
+fn a_client_whose_worker_died_has_the_error_of_a_fault_from_then_on_and_the_next_one_works() {
+    let (server, program) = (serve("cuda-sticky", &[]), compiled("sticky.c"));
+    let program = || until_ready(&mut forwarded(&server, &program));
+    let client = program();
+    run(Command::new("kill").arg("-KILL").args(workers(&server)));
+    assert_eq!(rest(client), ["CUDA_ERROR_LAUNCH_FAILED"; 9]);
+    assert_eq!(rest(program()), ["CUDA_SUCCESS"; 9]);
+    server.end();
+}
+
+#[test]
+fn a_client_that_dies_in_a_capture_leaves_nothing() {
+    let (server, program) = (serve("cuda-capture", &["--memory", "1"]), compiled("sticky.c"));
+    let (mut client, _) = until_ready(forwarded(&server, &program).arg("capture"));
+    client.kill().expect("it runs");
+    client.wait().expect("it ends");
+    let begun = Instant::now();
+    while !workers(&server).is_empty() {
+        assert!(begun.elapsed() < rig::TIMEOUT, "its worker stays");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(rest(until_ready(&mut forwarded(&server, &program))), ["CUDA_SUCCESS"; 9]);
+    server.end();
 }

@@ -102,6 +102,7 @@ fn load(
 
 pub(super) fn module_load_data_ex(cx: &mut Cx<'_>, r: &wire::ModuleLoadDataEx<'_>) -> Result<(), i32> {
     let f = cx.native().cuModuleLoadDataEx.ok_or(wire::UNSUPPORTED)?;
+    cx.cuda.output.expect();
     load(cx, (kind::MODULE, r.new), r.image, (&r.options, &r.values), |new, image, options, values| {
         // SAFETY: an image that is as long as it says; so many options and their values.
         unsafe {
@@ -112,6 +113,7 @@ pub(super) fn module_load_data_ex(cx: &mut Cx<'_>, r: &wire::ModuleLoadDataEx<'_
 
 pub(super) fn library_load_data(cx: &mut Cx<'_>, r: &wire::LibraryLoadData<'_>) -> Result<(), i32> {
     let f = cx.native().cuLibraryLoadData.ok_or(wire::UNSUPPORTED)?;
+    cx.cuda.output.expect();
     load(cx, (kind::LIBRARY, r.new), r.code, (&r.options, &r.values), |new, image, options, values| {
         let (count, none) = (options.len() as u32, std::ptr::null_mut());
         let values = values.as_mut_ptr().cast_const().cast();
@@ -227,8 +229,7 @@ pub(super) fn mem_get_info_v2(cx: &mut Cx<'_>, _: &wire::MemGetInfoV2) -> Result
     let (mut free, mut total) = (0usize, 0usize);
     // SAFETY: room for two sizes.
     cx.status(unsafe { f(&mut free, &mut total) })?;
-    let limit = cx.cuda.limits.memory;
-    let used = cx.cuda.used();
+    let (limit, used) = (cx.cuda.memory.limit(), cx.cuda.memory.used());
     cx.reply().u64((free as u64).min(limit.saturating_sub(used)));
     cx.reply().u64((total as u64).min(limit));
     Ok(())
@@ -289,6 +290,7 @@ pub(super) fn mem_free_v2(cx: &mut Cx<'_>, r: &wire::MemFreeV2) -> Result<(), i3
 /// Bytes of the window, or of the record, are not pinned: the driver has read or written them when this returns, so the client may use them again. In a capture they would be
 /// read later.
 fn finish(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
+    cx.blocks.set(true);
     let f = cx.native().cuStreamSynchronize.ok_or(wire::UNSUPPORTED)?;
     // SAFETY: a live stream, or the context's.
     cx.status(unsafe { f(stream) })

@@ -10,16 +10,18 @@ pub mod hand;
 pub mod memory;
 pub mod snapshot;
 
-use crate::account::{Account, Good};
+use crate::account::Account;
 use crate::limits::Limits;
 use crate::opencl::Device;
+use crate::output::Output;
+use crate::quota::Quota;
 use crate::session::{Api, Call, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use memory::Ranges;
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_void};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::cuda::{self as wire, cu, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, ReplyKind};
@@ -66,13 +68,12 @@ pub struct Cuda {
     devices: Vec<i32>,
     table: Mutex<Table<Extra>>,
     ranges: Mutex<Ranges>,
-    limits: Limits,
-    memory: AtomicU64,
-    /// Set if all processes of its VM have the limits together.
-    account: Option<Arc<Account>>,
+    memory: Quota,
     session: OnceLock<Arc<Session>>,
     /// The code of a posted request that failed, for the next call that waits; 0: none did.
     late: AtomicI32,
+    /// What kernels print.
+    output: Output,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -122,11 +123,10 @@ impl Cuda {
             devices,
             table: Mutex::new(table),
             ranges: Mutex::default(),
-            limits,
-            memory: AtomicU64::new(0),
-            account,
+            memory: Quota::new(limits.memory, account),
             session: OnceLock::new(),
             late: AtomicI32::new(wire::SUCCESS),
+            output: Output::default(),
         })))
     }
 
@@ -146,41 +146,22 @@ impl Cuda {
         }
     }
 
+    /// Sends to the client what kernels print from now on.
+    pub fn capture_output(&self) -> std::io::Result<()> {
+        self.output.capture(self.session())
+    }
+
     fn session(&self) -> &Arc<Session> {
         self.session.get().expect("attach() comes before any request")
     }
 
     /// Counts device memory; an error beyond the client's limit.
     fn charge(&self, bytes: u64) -> Result<(), i32> {
-        let limit = self.limits.memory;
-        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
-        let refused = |whose: &str, used: u64| {
-            say!(
-                "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
-            );
-            cu::CUDA_ERROR_OUT_OF_MEMORY
-        };
-        self.memory
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
-            .map_err(|used| refused("a client's", used))?;
-        let Some(account) = &self.account else { return Ok(()) };
-        account.charge(Good::Memory, bytes, limit).map_err(|used| {
-            self.memory.fetch_sub(bytes, Ordering::Relaxed);
-            refused("a VM's", used)
-        })
-    }
-
-    /// Bytes of device memory that count against the limit: a VM's processes have it together.
-    fn used(&self) -> u64 {
-        let own = || self.memory.load(Ordering::Relaxed);
-        self.account.as_ref().map_or_else(own, |account| account.sum(Good::Memory))
+        self.memory.charge(bytes, cu::CUDA_ERROR_OUT_OF_MEMORY)
     }
 
     fn uncharge(&self, bytes: u64) {
-        self.memory.fetch_sub(bytes, Ordering::Relaxed);
-        if let Some(account) = &self.account {
-            account.give_back(Good::Memory, bytes);
-        }
+        self.memory.uncharge(bytes);
     }
 
     /// An object has ended, and with it what it owned: the driver has freed that, so only its names are taken back.
@@ -245,7 +226,7 @@ impl Api for &'static Cuda {
     }
 
     fn usage(&self) -> (u64, u64) {
-        (self.memory.load(Ordering::Relaxed), lock(&self.table).live() as u64)
+        (self.memory.own(), lock(&self.table).live() as u64)
     }
 
     fn settle(&self) {}
@@ -265,12 +246,17 @@ impl Api for &'static Cuda {
     fn call(&self, call: &mut Call<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed> {
         let waited = call.waited;
         let mut reply = Vec::new();
-        let (outcome, owed) = {
-            let mut cx = Cx { cuda: self, reply: &mut reply, call, current: 0, owed: 0 };
+        let (outcome, owed, blocks) = {
+            let mut cx =
+                Cx { cuda: self, reply: &mut reply, call, current: 0, owed: 0, blocks: Cell::new(false) };
             let outcome = generated::dispatch(&mut cx, id, body)?;
-            (outcome, cx.owed)
+            (outcome, cx.owed, cx.blocks.get())
         };
         call.reply = reply;
+        // A driver writes what kernels printed in calls that wait for them.
+        if blocks {
+            self.output.settle();
+        }
         if owed != 0 {
             self.session().notify(ReplyKind::Ticket, outcome.err().unwrap_or(wire::SUCCESS), owed, &[]);
         }
@@ -314,6 +300,8 @@ pub struct Cx<'a> {
     current: u64,
     /// A ticket that is redeemed when the request ends.
     owed: u64,
+    /// It has entered the driver for long.
+    blocks: Cell<bool>,
 }
 
 impl Cx<'_> {
@@ -372,6 +360,7 @@ impl Cx<'_> {
 
     /// The driver may be entered for long; an error where too many threads of this client are inside of it.
     pub fn may_block(&mut self) -> Result<(), i32> {
+        self.blocks.set(true);
         if self.call.may_block() { Ok(()) } else { Err(cu::CUDA_ERROR_OUT_OF_MEMORY) }
     }
 

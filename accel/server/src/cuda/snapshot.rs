@@ -102,7 +102,7 @@ pub fn write(cuda: &Cuda, reply: &mut Vec<u8>) -> Result<(), i32> {
         }
         to.bytes(&name(native, *device)?);
         to.bytes(&uuid);
-        to.u64((memory as u64).min(cuda.limits.memory));
+        to.u64((memory as u64).min(cuda.memory.limit()));
         let (codes, values): (Vec<i32>, Vec<i32>) =
             (0..ATTRIBUTES).map(|n| attribute(native, n, *device)).unzip();
         to.i32s(&codes);

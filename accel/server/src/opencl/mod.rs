@@ -8,7 +8,6 @@
 //! - [`checks`]: ranges, rectangles and pixels, before the driver sees them.
 //! - [`properties`]: which properties a client may set.
 //! - [`late`]: errors of posted commands, until the client waits for something.
-//! - [`output`]: what kernels print.
 //! - [`stream`]: long transfers in pieces.
 //! - [`tickets`]: tells the client when its part of the window was read or filled.
 //! - [`waits`]: waiting for events and queues.
@@ -19,19 +18,20 @@ pub mod enqueue;
 pub mod hand;
 pub mod include;
 pub mod late;
-pub mod output;
 pub mod properties;
 pub mod stream;
 pub mod tickets;
 pub mod waits;
 
-use crate::account::{Account, Good};
+use crate::account::Account;
 use crate::limits::Limits;
+use crate::output::Output;
+use crate::quota::Quota;
 use crate::session::{Api, Call, Early, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
 use std::ffi::{CStr, CString, c_void};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::{Encoder, Malformed, Record, ReplyKind};
@@ -87,17 +87,14 @@ pub struct Extra {
 pub struct OpenCl {
     native: Native,
     table: Mutex<Table<Extra>>,
-    limits: Limits,
-    memory: AtomicU64,
-    /// Set if all processes of its VM have the limits together.
-    account: Option<Arc<Account>>,
+    memory: Quota,
     tickets: tickets::Tickets,
     streams: stream::Streams,
     session: OnceLock<Arc<Session>>,
     late: late::Late,
     /// Some kernel has an argument whose posted setting failed: until then, none is asked.
     arguments_failed: AtomicBool,
-    output: output::Output,
+    output: Output,
     svm: Mutex<hand::Svm>,
     queues: clear::Queues,
 }
@@ -136,15 +133,13 @@ impl OpenCl {
         Box::leak(Box::new(OpenCl {
             native,
             table: Mutex::new(table),
-            limits,
-            memory: AtomicU64::new(0),
-            account,
+            memory: Quota::new(limits.memory, account),
             tickets: tickets::Tickets::default(),
             streams: stream::Streams::default(),
             session: OnceLock::new(),
             late: late::Late::default(),
             arguments_failed: AtomicBool::new(false),
-            output: output::Output::default(),
+            output: Output::default(),
             svm: Mutex::default(),
             queues: clear::Queues::default(),
         }))
@@ -210,29 +205,11 @@ impl OpenCl {
 
     /// Counts device memory; an error beyond the client's limit.
     fn charge(&self, bytes: u64) -> Result<(), i32> {
-        let limit = self.limits.memory;
-        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= limit);
-        let refused = |whose: &str, used: u64| {
-            say!(
-                "tombolo accel: {whose} quota is reached: {used} of {limit} bytes of device memory are used, {bytes} more were asked for; raise its limit of memory"
-            );
-            cl::MEM_OBJECT_ALLOCATION_FAILURE
-        };
-        self.memory
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
-            .map_err(|used| refused("a client's", used))?;
-        let Some(account) = &self.account else { return Ok(()) };
-        account.charge(Good::Memory, bytes, limit).map_err(|used| {
-            self.memory.fetch_sub(bytes, Ordering::Relaxed);
-            refused("a VM's", used)
-        })
+        self.memory.charge(bytes, cl::MEM_OBJECT_ALLOCATION_FAILURE)
     }
 
     fn uncharge(&self, bytes: u64) {
-        self.memory.fetch_sub(bytes, Ordering::Relaxed);
-        if let Some(account) = &self.account {
-            account.give_back(Good::Memory, bytes);
-        }
+        self.memory.uncharge(bytes);
     }
 }
 
@@ -242,7 +219,7 @@ impl Api for &'static OpenCl {
     }
 
     fn usage(&self) -> (u64, u64) {
-        (self.memory.load(Ordering::Relaxed), lock(&self.table).live() as u64)
+        (self.memory.own(), lock(&self.table).live() as u64)
     }
 
     fn settle(&self) {

@@ -3,14 +3,17 @@
 //! here: a thread reads the pipe and sends the bytes to the client. The output of a kernel is sent before any reply that says that the
 //! kernel has ended.
 
-use super::lock;
 use crate::session::Session;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use tombolo_accel_spec::wire::ReplyKind;
+
+unsafe extern "C" {
+    static stdout: *mut libc::FILE;
+}
 
 /// Bytes of a record; all transports carry more.
 const CHUNK: usize = 4096;
@@ -37,7 +40,7 @@ impl Pipe {
     /// Sends what is there, at most [`CHUNK`]; `false`: nothing is.
     fn forward(&self) -> bool {
         let mut bytes = [0; CHUNK];
-        let _in_order = lock(&self.order);
+        let _in_order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         match (&self.end).read(&mut bytes) {
             Ok(n) if n > 0 => {
                 self.session.notify(ReplyKind::Output, 0, 0, &bytes[..n]);
@@ -80,6 +83,8 @@ impl Output {
         if !done {
             return Err(io::Error::last_os_error());
         }
+        // SAFETY: C's own stream, which lives as long as the process. A driver that prints by it would keep the bytes otherwise.
+        unsafe { libc::setvbuf(stdout, std::ptr::null_mut(), libc::_IONBF, 0) };
         let pipe = Arc::new(Pipe { end: end.into(), session: session.clone(), order: Mutex::default() });
         let served = pipe.clone();
         std::thread::Builder::new().name("output".into()).spawn(move || served.serve())?;
