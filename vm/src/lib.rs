@@ -29,6 +29,7 @@ pub mod machine;
 pub mod moment;
 pub mod project;
 pub mod qemu;
+pub mod shim;
 pub mod thread;
 
 /// The version of this program.

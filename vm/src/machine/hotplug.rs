@@ -260,6 +260,7 @@ impl Machine {
         if !matches!(attached, Err(Failure::Undone(_))) {
             self.lock().zones.insert(zone.to_owned(), zone_use.clone());
         }
+        self.save();
         attached
     }
 
@@ -280,6 +281,7 @@ impl Machine {
     /// Notes that the VM is no longer a member of `zone`.
     pub fn forget_zone(&self, zone: &str) {
         self.lock().zones.remove(zone);
+        self.save();
     }
 }
 
