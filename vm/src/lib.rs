@@ -29,7 +29,6 @@ pub mod machine;
 pub mod moment;
 pub mod project;
 pub mod qemu;
-pub mod shim;
 pub mod thread;
 
 /// The version of this program.

@@ -108,7 +108,7 @@ fn table(status: &Status) -> String {
         let mut rows = vec![["ZONE", "SIZE", "BACKING", "MEMBERS"].map(str::to_owned)];
         for zone in &status.zones {
             let members = if zone.members.is_empty() { "-".into() } else { zone.members.join(",") };
-            let trouble = zone.lost.then(|| "cut short!".to_owned());
+            let trouble = zone.trouble.clone().or_else(|| zone.lost.then(|| "cut short!".to_owned()));
             let backing = zone.backing.clone();
             let backing = trouble.map_or(backing.clone(), |trouble| format!("{backing} ({trouble})"));
             rows.push([zone.name.clone(), Size(zone.size).to_string(), backing, members]);

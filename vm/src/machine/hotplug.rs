@@ -260,7 +260,6 @@ impl Machine {
         if !matches!(attached, Err(Failure::Undone(_))) {
             self.lock().zones.insert(zone.to_owned(), zone_use.clone());
         }
-        self.save();
         attached
     }
 
@@ -281,7 +280,6 @@ impl Machine {
     /// Notes that the VM is no longer a member of `zone`.
     pub fn forget_zone(&self, zone: &str) {
         self.lock().zones.remove(zone);
-        self.save();
     }
 }
 

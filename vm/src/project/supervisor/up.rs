@@ -25,7 +25,6 @@ use crate::project::control::{Event, Stage};
 use crate::project::keeper::Part;
 use crate::project::peer::Peer;
 use crate::project::preflight::{self, Ready};
-use crate::project::revival;
 use crate::project::session;
 use crate::project::zones::HostZone;
 use crate::qemu::Hypervisor;
@@ -66,6 +65,9 @@ impl Supervisor {
             placement::check_isolation(&project.compose, name, plan)?;
         }
         self.check_owners(&project, &started(&actions).collect())?;
+        for name in project.compose.zone.keys() {
+            self.lock().check_not_lost(&format!("zone.{name}"))?;
+        }
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
         let client = peer.socket();
         let is_cancelled = || self.ending.load(Ordering::Acquire) || session::has_gone(&client);
@@ -119,16 +121,10 @@ impl Supervisor {
         let mut zones = BTreeMap::new();
         for (name, spec) in &project.compose.zone {
             if !self.lock().zones.contains_key(name) {
-                let zone = HostZone::open(
-                    name,
-                    spec,
-                    self.zone_nodes(&project, name, spec, placements),
-                    self.dir.path(),
-                )?;
+                let zone = HostZone::open(name, spec, self.zone_nodes(&project, name, spec, placements))?;
                 let running = self.lock().zones.clone();
                 let same = running.iter().chain(&zones).find(|(_, there)| there.uuid() == zone.uuid());
                 if let Some((same, _)) = same {
-                    zone.end();
                     anyhow::bail!(
                         "zone.{name} has the uuid of the zone '{same}', as a copied file has: a guest could not tell them apart. Make a zone for the copy: \
                          tombolo zone create, then tombolo files snapshot and restore"
@@ -155,14 +151,15 @@ impl Supervisor {
         inner.networks.extend(networks);
         inner.accelerators.extend(accelerators);
         inner.project = project;
-        revival::note(&self.dir, &inner.project)?;
         Ok(added)
     }
 
     fn remove_parts(&self, added: &Added) {
         let mut inner = self.lock();
+        for name in &added.zones {
+            inner.zones.remove(name);
+        }
         let beside = Beside {
-            zones: take_out(&mut inner.zones, added.zones.iter()),
             networks: take_out(&mut inner.networks, added.networks.iter()),
             accelerators: take_out(&mut inner.accelerators, added.accelerators.iter()),
         };
