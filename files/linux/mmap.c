@@ -229,7 +229,7 @@ static int tmb_fill_hole(struct inode *inode, pgoff_t index)
 #if TMB_HAS_DAX_REFERENCES
 /*
  * Takes fs/dax's entries of pages in use out. By itself, fs/dax would split the folio of a huge page under its users, and warns of a small one. So the
- * entries are kept in 'aside', and come back when nobody uses a page of the inode any more (tmb_end_aside).
+ * module keeps the entries in 'aside', and gives them back when no page of the inode is mapped or in use (tmb_end_aside).
  */
 static int tmb_set_aside(struct inode *inode, pgoff_t first, pgoff_t last, u64 block)
 {

@@ -72,7 +72,7 @@ pub struct Cuda {
     session: OnceLock<Arc<Session>>,
     /// The code of a posted request that failed, for the next call that waits; 0: none did.
     late: AtomicI32,
-    /// What kernels print.
+    /// Carries the output of kernels to the client.
     output: Output,
 }
 

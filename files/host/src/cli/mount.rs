@@ -46,7 +46,7 @@ const EXPELLED: &str = "this member of the zone was declared dead";
 /// Interval at which it asks again whether its readers of removed blocks have finished.
 const LET_GO_AGAIN: Duration = Duration::from_millis(50);
 
-/// What mounts.
+/// The file system driver of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Backend {
     /// The kernel where it can, else FUSE
@@ -71,7 +71,7 @@ pub struct Args {
     /// Name of this member in the zone; in a guest without a doorbell the VM's name
     #[arg(long)]
     member: Option<String>,
-    /// What mounts it
+    /// The driver that mounts it
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
     /// Stay in the foreground; prints "serving" once it serves

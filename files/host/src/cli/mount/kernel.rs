@@ -176,7 +176,7 @@ impl Mounted {
             let [has_ended, is_asked] = fds.map(|fd| !fd.revents().is_empty());
             if is_asked && !has_ended {
                 self.place.detach()?;
-                // What still uses it, here or in another mount namespace, does so without this process.
+                // Programs that still use the mount, in another mount namespace say, need this process no more.
                 if poll(&mut [PollFd::new(&ended, PollFlags::IN)], Some(&ENDS))? == 0 {
                     return Ok(());
                 }
