@@ -18,6 +18,7 @@ use tombolo_net::control::socket::{Request, ask};
 use tombolo_net::event::Event;
 use tombolo_net::forwarding::view::Attached;
 use tombolo_net::policy::port::Policy;
+use tombolo_net::ports::counters::Reason;
 use tombolo_net::ports::endpoint::Role;
 use tombolo_net::ports::port::Port;
 use tombolo_net::uplink::{Link, Uplink};
@@ -68,6 +69,29 @@ fn a_queue_may_be_enabled_before_the_features_are_set_as_qemu_does() {
     (&stream).read_exact(&mut [0; 20]).unwrap();
     let view = lab.daemon.switch().view();
     assert!(view.ports()[0].port.rx(0).lock().enabled && view.ports()[0].port.tx(0).lock().enabled);
+}
+
+#[test]
+fn frames_in_a_queue_that_the_guest_no_longer_uses_end_and_reach_nobody() {
+    for packed in [false, true] {
+        let lab = Lab::new(2, 1);
+        let config = NicConfig { packed, ..NicConfig::default() };
+        let (mut a, mut b) = (lab.connect(0, config), lab.connect(1, config));
+        exchange(&mut a, &mut b, 3, 1);
+        a.front().unwrap().set_vring_enable(1, false).unwrap();
+        // Answered after the message before.
+        a.front().unwrap().get_features().unwrap();
+        assert!(a.send(&frame(Rig::mac(1), Rig::mac(0), 90, 2)));
+        wait_for("the frame's end", || {
+            a.reap();
+            (a.unsent() == 0).then_some(())
+        });
+        let sent = lab.daemon.switch().view().ports()[0].port.sent();
+        assert_eq!((sent.packets, sent.dropped_for(Reason::Disabled)), (4, 1));
+        a.front().unwrap().set_vring_enable(1, true).unwrap();
+        a.front().unwrap().get_features().unwrap();
+        exchange(&mut a, &mut b, 3, 3);
+    }
 }
 
 #[test]

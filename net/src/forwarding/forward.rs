@@ -176,9 +176,6 @@ impl Forwarder {
 /// Fetches a batch of frames unless some are left from the last pass. An error: there is nothing to do, or the ring is broken.
 #[inline(always)]
 fn fetch(tx: &mut State) -> Result<(), Pass> {
-    if !tx.enabled {
-        return Err(Pass::Idle);
-    }
     let Some(ring) = &mut tx.ring else { return Err(Pass::Idle) };
     if !tx.window.is_empty() {
         return Ok(());
@@ -311,12 +308,14 @@ impl<'a, 'w> Sender<'a, 'w> {
             }
             taken = 1;
         }
-        let (window, host) = (&tx.window, tx.negotiated.host);
+        let (window, host, enabled) = (&tx.window, tx.negotiated.host, tx.enabled);
         let chains = window.chains();
         while let Some(&chain) = chains.get(taken).filter(|_| self.has_time()) {
             prefetch_next(tx, taken, &chain, head);
             let len = chain.total.saturating_sub(head);
-            let done = if len < ETH_HEADER as u32 {
+            let done = if !enabled {
+                Done::Dropped(Reason::Disabled)
+            } else if len < ETH_HEADER as u32 {
                 Done::Dropped(Reason::Short)
             } else if len > MAX_FRAME as u32 {
                 Done::Dropped(Reason::Oversize)

@@ -255,7 +255,8 @@ impl Worker {
                     continue;
                 }
                 let vring = attached.port.tx(queue).lock();
-                if !vring.is_active() {
+                // Frames in a disabled queue are dropped.
+                if vring.ring.is_none() {
                     continue;
                 }
                 self.queues.push((i, queue));

@@ -28,6 +28,9 @@ macro_rules! reasons {
 }
 
 reasons! {
+    /// The guest put it into a queue before it stopped using that queue: vhost-user has the back-end discard what a disabled queue still
+    /// has, since the guest waits for its end (TCP sends nothing again that its device has).
+    Disabled = "disabled",
     /// Shorter than a virtio-net header and an Ethernet header.
     Short = "short",
     /// Longer than the port's MTU, or than a frame can be.
