@@ -4,14 +4,20 @@
 mod common;
 
 use std::net::Ipv4Addr;
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use common::lab::Lab;
 use common::network::{datagrams_of, ethernet, ipv4};
 use common::outlet::Outlet;
 use common::{Rig, frame, talk, wait_for};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tombolo_net::forwarding::forward::{BATCH, Pass};
+use tombolo_net::forwarding::switch::Switch;
 use tombolo_net::forwarding::view::Attached;
+use tombolo_net::forwarding::worker::{Pace, Worker};
 use tombolo_net::frames::frame::Mac;
 use tombolo_net::policy::port::Policy;
 use tombolo_net::ports::port::Port;
@@ -241,4 +247,50 @@ fn a_frame_of_a_thousand_buffers_for_many_ports_is_given_to_few_of_them_in_each_
         assert!(nic.tx.add(&nic.ram, &buffers, false, Some(table)).is_some());
     }
     copies_in_turns(&mut rig, FRAMES * (GUESTS - 1), 10);
+}
+
+/// Set while a thread has lost its processor.
+static AWAY: AtomicBool = AtomicBool::new(false);
+const ABSENCE: Duration = Duration::from_millis(500);
+
+/// A signal's handler that keeps the thread from going on, as a busy host does.
+extern "C" fn stay_away(_: libc::c_int) {
+    AWAY.store(true, Ordering::Release);
+    std::thread::sleep(ABSENCE);
+}
+
+#[test]
+fn a_worker_that_loses_its_processor_amid_a_change_takes_up_the_next_change_at_once() {
+    let switch = Arc::new(Switch::new(1, 0, false).unwrap());
+    let port = Arc::new(Port::new("vm", 1));
+    let nic = Nic::new(NicConfig::default()).unwrap();
+    attach(&nic, &port, 0);
+    switch.attach(Attached::guest(port.clone(), Policy::default())).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    // It doesn't sleep, and so waits for no queue but in a change.
+    let pace = Pace { poll: Duration::from_secs(3600), cpu: None };
+    let worker = Worker::new(switch.clone(), 0, pace, stop.clone()).unwrap();
+    let worker = std::thread::spawn(move || worker.run().unwrap());
+    switch.settle(|| false);
+    // SAFETY: the handler sets a flag and sleeps; the thread is joined below.
+    unsafe { libc::signal(libc::SIGUSR1, stay_away as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+    let held = port.tx(0).lock();
+    switch.changed();
+    // The worker has begun with the change, and waits for the queue.
+    wait_for("the change's beginning", || {
+        let mut wake = [PollFd::new(switch.wake(0), PollFlags::IN)];
+        (poll(&mut wake, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 0).then_some(())
+    });
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::pthread_kill(worker.as_pthread_t(), libc::SIGUSR1) }, 0);
+    wait_for("the worker's absence", || AWAY.load(Ordering::Acquire).then_some(()));
+    drop(held);
+    switch.settle(|| false);
+    let begun = Instant::now();
+    switch.changed();
+    switch.settle(|| false);
+    assert!(begun.elapsed() < 4 * ABSENCE, "{:?} for a change", begun.elapsed());
+    stop.store(true, Ordering::Release);
+    switch.changed();
+    worker.join().unwrap();
 }

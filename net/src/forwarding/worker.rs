@@ -36,8 +36,9 @@ impl Default for Pace {
 /// Interval at which a worker with a budget pays for its time (nanoseconds).
 const PAY_EVERY: u64 = 1_000_000;
 /// The shortest time from one adoption of changes, or one search for memory that was cut short, to the next (nanoseconds),
-/// and its ratio to the duration of that work. A front-end may start, stop and toggle its queues, and cut its memory short,
-/// as often as it likes: the other ports keep 19 of 20 parts of the time.
+/// and its ratio to the processor time of that work. A front-end may start, stop and toggle its queues, and cut its memory short,
+/// as often as it likes: the other ports keep 19 of 20 parts of the time. Time without a processor, as on a busy host, doesn't count:
+/// 200 ms of it would leave a new VM without its port for four seconds.
 const ADOPT_PAUSE: u64 = 1_000_000;
 const ADOPT_SHARE: u64 = 19;
 /// The longest rest at once, so that a switch ends soon when told to.
@@ -131,9 +132,10 @@ impl Worker {
                     return Ok(());
                 }
                 if now >= self.adopt_at {
+                    let begun = thread_time();
                     self.adopt();
-                    let begun = std::mem::replace(&mut now, self.switch.now());
-                    self.adopt_at = now + ADOPT_PAUSE.max(ADOPT_SHARE * (now - begun));
+                    now = self.switch.now();
+                    self.adopt_at = now + ADOPT_PAUSE.max(ADOPT_SHARE * (thread_time() - begun));
                 }
             }
             let (mut worked, mut mark) = (false, now);
@@ -169,10 +171,10 @@ impl Worker {
             let robbed = tombolo_sigbus::hits() != self.faults;
             if robbed && now >= self.look_at {
                 self.faults = tombolo_sigbus::hits();
-                let begun = self.switch.now();
+                let begun = thread_time();
                 self.stop_robbed();
-                let end = self.switch.now();
-                self.look_at = end + ADOPT_PAUSE.max(ADOPT_SHARE * (end - begun));
+                let pause = ADOPT_PAUSE.max(ADOPT_SHARE * (thread_time() - begun));
+                self.look_at = self.switch.now() + pause;
             }
             if several && mark - self.since >= PERIOD {
                 self.balance(mark);
