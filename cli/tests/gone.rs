@@ -21,7 +21,7 @@ fn threads(pid: u32) -> Vec<String> {
 
 #[test]
 fn a_command_that_does_not_read_its_input_ends_with_its_client() {
-    let lab = lab(&format!("[vm.a]\n{VM}qemu_args = [\"-fake\", \"busy=busy\", \"-fake\", \"unread\"]\n"));
+    let lab = lab(&format!("[vm.a]\n{VM}qemu_args = [\"-fake\", \"busy=busy\"]\n"));
     let busy = lab.dir.path().join("busy");
     std::fs::write(&busy, "").unwrap();
     let compose = lab.dir.path().join("tombolo.toml");
@@ -33,7 +33,7 @@ fn a_command_that_does_not_read_its_input_ends_with_its_client() {
     std::fs::File::create(&input).unwrap().set_len(64 << 20).unwrap();
     let file = std::fs::File::open(&input).unwrap();
     let mut exec = lab.command(&["exec", "-i", "a", "--", "sleep", "1000"]).stdin(file).spawn().unwrap();
-    // More than the command's FIFO, the supervisor and the connection between them hold: each has a few chunks of 256 KiB.
+    // More than the command's port, the supervisor and the connection between them hold: each has a few chunks of 256 KiB.
     let sent = || {
         let position = std::fs::read_to_string(format!("/proc/{}/fdinfo/0", exec.id())).unwrap();
         position.lines().next().unwrap().trim_start_matches("pos:").trim().parse::<u64>().unwrap()

@@ -76,6 +76,11 @@ fn two_vms_come_up_share_files_run_commands_and_go_without_a_trace() {
     // A command without input does not wait for it.
     assert_eq!(lab.good(&["exec", "a", "--", "cat"]), "");
     lab.good(&["exec", "-i", "a", "--", "true"]);
+    assert_eq!(lab.good(&["exec", "-i", "a", "--", "cat"]), "");
+    // Input that is not read keeps no command from ending.
+    let zeros = std::fs::File::open("/dev/zero").unwrap();
+    let output = lab.command(&["exec", "-i", "a", "--", "sh", "-c", "exit 4"]).stdin(zeros).output().unwrap();
+    assert_eq!(output.status.code(), Some(4));
 
     // Three megabytes there and back arrive as they were sent.
     let data: Vec<u8> = (0u32..786_432).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();

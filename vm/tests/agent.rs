@@ -5,11 +5,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use tombolo_vm::guest::agent::Agent;
-use tombolo_vm::guest::exec::{Ended, Exec, Input, Stream, run};
+use tombolo_vm::guest::exec::{Ended, Exec, Stream, run};
 use tombolo_vm::guest::health::Checker;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -52,21 +51,13 @@ impl Guest {
         Guest { process, agent: Agent::new(stream), _dir: dir }
     }
 
-    fn run(&self, script: &str, input: Option<Vec<Input>>) -> (Ended, Vec<u8>, Vec<u8>) {
+    fn run(&self, script: &str) -> (Ended, Vec<u8>, Vec<u8>) {
         let exec = Exec { argv: vec!["sh".into(), "-c".into(), script.into()], ..Exec::default() };
-        let (sender, receiver) = mpsc::channel();
-        let has_input = input.is_some();
-        for part in input.into_iter().flatten() {
-            sender.send(part).unwrap();
-        }
         let (mut out, mut err) = (Vec::new(), Vec::new());
-        let ended =
-            run(&self.agent, &exec, has_input.then_some(&receiver), &|| false, &mut |stream, data| {
-                match stream {
-                    Stream::Out => out.extend_from_slice(data),
-                    Stream::Err => err.extend_from_slice(data),
-                }
-            });
+        let ended = run(&self.agent, &exec, None, &|| false, &mut |stream, data| match stream {
+            Stream::Out => out.extend_from_slice(data),
+            Stream::Err => err.extend_from_slice(data),
+        });
         (ended.unwrap(), out, err)
     }
 }
@@ -79,24 +70,18 @@ impl Drop for Guest {
 }
 
 #[test]
-fn code_output_errors_and_input_are_passed_on_each_for_itself() {
+fn code_output_and_errors_are_passed_on_each_for_itself() {
     let guest = Guest::new();
-    let (ended, out, err) = guest.run("printf out; printf err >&2; exit 3", None);
+    let (ended, out, err) = guest.run("printf out; printf err >&2; exit 3");
     assert_eq!((ended, &out[..], &err[..]), (Ended::Code(3), &b"out"[..], &b"err"[..]));
-    assert_eq!(guest.run("cat; kill -9 $$", None).0, Ended::Code(137));
-    let input = vec![Input::Data(b"first ".to_vec()), Input::Data(b"second".to_vec()), Input::End];
-    assert_eq!(guest.run("cat", Some(input)).1, b"first second");
-    assert_eq!(guest.run("cat", Some(vec![Input::End])).1, b"");
-    // Unread input does not keep the command from ending.
-    let unread = vec![Input::Data(vec![b'x'; 1 << 20]), Input::End];
-    assert_eq!(guest.run("exit 4", Some(unread)).0, Ended::Code(4));
+    assert_eq!(guest.run("cat; kill -9 $$").0, Ended::Code(137));
 }
 
 #[test]
 fn output_of_any_length_passes_through_a_bounded_amount_of_memory() {
     let guest = Guest::new();
     // Ten segments; the numbers tell whether each byte came once and in order.
-    let (ended, out, _) = guest.run("seq 10000000", None);
+    let (ended, out, _) = guest.run("seq 10000000");
     assert_eq!(ended, Ended::Code(0));
     let mut lines = out.split(|&b| b == b'\n');
     for n in 1..=10_000_000u32 {
@@ -109,7 +94,7 @@ fn output_of_any_length_passes_through_a_bounded_amount_of_memory() {
 fn a_daemon_that_keeps_the_output_open_does_not_keep_the_command() {
     let guest = Guest::new();
     let begun = Instant::now();
-    let (ended, out, _) = guest.run("sleep 100 & echo $!", None);
+    let (ended, out, _) = guest.run("sleep 100 & echo $!");
     assert_eq!(ended, Ended::Code(0));
     assert!(begun.elapsed() < Duration::from_secs(100));
     let status = Command::new("kill").arg(String::from_utf8(out).unwrap().trim()).status().unwrap();

@@ -137,7 +137,7 @@ pub enum Command {
         /// The compose file
         #[command(flatten)]
         file: File,
-        /// Pass this command's input on
+        /// Pass this command's input on; for more than some hundred megabytes a zone is faster
         #[arg(short, long)]
         interactive: bool,
         /// Run it on a terminal, with this command's input

@@ -6,16 +6,17 @@
 //! read while they grow and emptied when they have been read; the writer waits while too many are full, so that any amount
 //! of output needs a bounded amount of the guest's memory. After the command's end the shell writes a random mark behind
 //! its output, so that its end is known even where a daemon that it started still has the output open. Input comes
-//! through a FIFO too, filled by one short-lived writer per chunk (the agent's own writes to a FIFO can be cut short
-//! without notice); a handle of the agent keeps it from ending between two of them.
+//! through a virtio-serial port of its own, without the agent.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use qapi::qga;
 
 use crate::guest::agent::{Agent, Calls, Error};
-use input::Feeder;
+use crate::machine::port::Port;
+use crate::project::state::random_hex;
 use output::Tail;
 
 mod input;
@@ -30,19 +31,32 @@ const PAUSES: [u64; 6] = [1, 2, 5, 10, 20, 40];
 const PREPARE: &str = r#"umask 077
 for base in /run /dev/shm /tmp; do
 	d=$base/.tombolo-$1
-	mkdir "$d" && mkfifo "$d/0" "$d/1" "$d/2" && echo "$d" && exit 0
+	mkdir "$d" && mkfifo "$d/1" "$d/2" && echo "$d" && exit 0
 done 2>/dev/null
 echo "no folder for a command's output: /run, /dev/shm and /tmp can't be written" >&2
 exit 1"#;
-/// Runs the command ($4 ...) in the folder $1, with input ($2 = 0) or without, and the mark $3. A FIFO that no process has open
-/// forgets its content, so the file "open" tells when the input may end. A segment is at most 8 MiB, three may be full.
-const RUN: &str = r#"d=$1; in=$2; mark=$3; shift 3
-if [ "$in" = 0 ]; then
-	exec 3<>"$d/0" 4<"$d/0" 3>&-
-	: >"$d/open"
-else
-	exec 4<"$in"
-fi
+/// A function for a guest's shell: sets `node` to the device of the port named $1. A port's node and its name come a moment after its device.
+pub(super) const FIND_PORT: &str = r#"find_port() {
+	looks=0
+	while :; do
+		for name in /sys/class/virtio-ports/*/name; do
+			[ -e "$name" ] && read -r it <"$name" && [ "$it" = "$1" ] || continue
+			node=${name%/name}
+			node=/dev/${node##*/}
+			[ -c "$node" ] && return
+		done
+		looks=$((looks + 1))
+		[ "$looks" -lt 3000 ] || break
+		sleep 0.02
+	done
+	echo "the guest has not seen the port $1 within a minute: it is too busy, try again" >&2
+	return 1
+}
+"#;
+/// Runs the command ($4 ...) in the folder $1, with the port $2 as its input (empty: none), and the mark $3. A port that the host has not opened yet
+/// reads as ended, so a line is waited for. A segment is at most 8 MiB, three may be full.
+const RUN: &str = r#"d=$1 in=$2 mark=$3
+shift 3
 spool() {
 	n=0
 	while dd bs=65536 count=128 of="$d/$1.$n" 2>/dev/null && [ -s "$d/$1.$n" ]; do
@@ -50,11 +64,16 @@ spool() {
 		while [ -s "$d/$1.$((n - 3))" ]; do sleep 0.02; done
 	done
 }
-spool 1 <"$d/1" 4<&- &
-spool 2 <"$d/2" 4<&- &
+spool 1 <"$d/1" &
+spool 2 <"$d/2" &
 exec 6>"$d/1" 7>"$d/2"
-"$@" <&4 4<&- >&6 2>&7 6>&- 7>&-
-code=$?
+node=/dev/null code=125
+if [ -z "$in" ] || find_port "$in" 2>&7; then
+	exec 4<"$node"
+	[ -z "$in" ] || until read -r it <&4; do sleep 0.02; done
+	"$@" <&4 4<&- >&6 2>&7 6>&- 7>&-
+	code=$?
+fi
 printf %s "$mark" >&6
 printf %s "$mark" >&7
 exit $code"#;
@@ -197,7 +216,7 @@ pub fn script(agent: &impl Calls, text: &str, args: &[&str], limit: Duration) ->
 /// # Errors
 /// Those of the agent; the guest has no folder that can be written.
 pub(super) fn prepare(agent: &Agent) -> anyhow::Result<String> {
-    let prepared = script(agent, PREPARE, &[&crate::project::state::random_hex(8)], REQUEST)?;
+    let prepared = script(agent, PREPARE, &[&random_hex(8)], REQUEST)?;
     anyhow::ensure!(prepared.code == 0, "the guest can't run the command: {}", prepared.err.trim());
     Ok(prepared.out.trim().to_owned())
 }
@@ -283,7 +302,7 @@ impl Pauses {
     }
 }
 
-/// Runs a command; `input` feeds it (`None`: it reads /dev/null), `output` gets what it says, and it is killed when
+/// Runs a command; `input` feeds it through a new port of the VM (`None`: it reads /dev/null), `output` gets what it says, and it is killed when
 /// `cancelled` says so.
 ///
 /// # Errors
@@ -291,12 +310,23 @@ impl Pauses {
 pub fn run(
     agent: &Agent,
     exec: &Exec,
-    input: Option<&Receiver<Input>>,
+    input: Option<(&Port<'_>, Receiver<Input>)>,
     cancelled: &dyn Fn() -> bool,
     output: &mut dyn FnMut(Stream, &[u8]),
 ) -> anyhow::Result<Ended> {
     let dir = prepare(agent)?;
-    let result = run_in(agent, &dir, exec, input, cancelled, output);
+    let port = input.as_ref().map(|(port, _)| *port);
+    let over = AtomicBool::new(false);
+    let result = std::thread::scope(|scope| {
+        if let Some((port, input)) = input {
+            let over = &over;
+            // A VM that has ended is noticed by the agent's end.
+            crate::thread::start_in(scope, "exec-feed", move || input::feed(port.socket(), &input, over))?;
+        }
+        let result = run_in(agent, &dir, exec, port, cancelled, output);
+        over.store(true, Ordering::Release);
+        result
+    });
     // Also after a failure: the agent may still answer.
     let swept = sweep(agent, &dir);
     let ended = result?;
@@ -310,14 +340,14 @@ fn run_in(
     agent: &Agent,
     dir: &str,
     exec: &Exec,
-    input: Option<&Receiver<Input>>,
+    input: Option<&Port<'_>>,
     cancelled: &dyn Fn() -> bool,
     output: &mut dyn FnMut(Stream, &[u8]),
 ) -> anyhow::Result<Ended> {
     let mut command = Running::start(agent, dir, exec, input)?;
     let mut pauses = Pauses::default();
     let ended = loop {
-        let busy = command.pass_output(output)? | command.pass_input()?;
+        let busy = command.pass_output(output)?;
         if cancelled() {
             kill(agent, command.pid)?;
             break Ended::Cancelled;
@@ -344,7 +374,6 @@ struct Running<'a> {
     /// The process of the shell around the command.
     pid: i64,
     outputs: [Tail; 2],
-    input: Option<Feeder<'a>>,
     /// The exit code, once the command has ended.
     code: Option<i32>,
 }
@@ -354,13 +383,13 @@ impl<'a> Running<'a> {
         agent: &'a Agent,
         dir: &str,
         exec: &Exec,
-        input: Option<&'a Receiver<Input>>,
+        input: Option<&Port<'_>>,
     ) -> anyhow::Result<Running<'a>> {
-        let mark = crate::project::state::random_hex(16);
+        let mark = random_hex(16);
         let outputs = [Tail::new(dir, Stream::Out, &mark), Tail::new(dir, Stream::Err, &mark)];
-        let input = input.map(|input| Feeder::open(agent, dir, input)).transpose()?;
-        let mut arg = vec!["-c".to_owned(), RUN.to_owned(), "tombolo".to_owned(), dir.to_owned()];
-        arg.push(if input.is_some() { "0" } else { "/dev/null" }.to_owned());
+        let mut arg =
+            vec!["-c".to_owned(), format!("{FIND_PORT}{RUN}"), "tombolo".to_owned(), dir.to_owned()];
+        arg.push(input.map_or("", Port::name).to_owned());
         arg.push(mark);
         if let Some(folder) = &exec.dir {
             let inner = r#"cd "$1" || exit 126; shift; exec "$@""#;
@@ -368,7 +397,7 @@ impl<'a> Running<'a> {
         }
         arg.extend(exec.argv.iter().cloned());
         let pid = start(agent, "/bin/sh", arg, exec.env.clone(), None, false)?;
-        Ok(Running { agent, pid, outputs, input, code: None })
+        Ok(Running { agent, pid, outputs, code: None })
     }
 
     /// Passes on the output that is there. Returns whether there was any.
@@ -378,11 +407,6 @@ impl<'a> Running<'a> {
             any |= tail.pass(self.agent, output)?;
         }
         Ok(any)
-    }
-
-    /// Passes on input that is there. Returns whether there was any.
-    fn pass_input(&mut self) -> Result<bool, Error> {
-        self.input.as_mut().map_or(Ok(false), |input| input.pass(self.agent))
     }
 
     fn has_all_output(&self) -> bool {
@@ -408,12 +432,9 @@ impl<'a> Running<'a> {
         Ok(self.code)
     }
 
-    /// Closes the files of the guest. A writer of the input that still waits gets EPIPE.
+    /// Closes the files of the guest.
     fn close(&mut self) -> Result<(), Error> {
-        for tail in &mut self.outputs {
-            tail.close(self.agent)?;
-        }
-        self.input.as_mut().map_or(Ok(()), |input| input.close(self.agent))
+        self.outputs.iter_mut().try_for_each(|tail| tail.close(self.agent))
     }
 }
 

@@ -34,28 +34,13 @@ const TYPE: Duration = Duration::from_millis(200);
 /// The most bytes of an exit code.
 const CODE: usize = 16;
 
-/// Joins the port $1 and the terminal on which `script` runs the command line $3, in the folder $4. A port's node and its name come a moment
-/// after its device.
+/// Joins the port $1 and the terminal on which `script` runs the command line $3, in the folder $4.
 const JOIN: &str = r#"port=$1 mark=$2 line=$3 dir=$4
-find_port() {
-	for name in /sys/class/virtio-ports/*/name; do
-		[ -e "$name" ] && read -r it <"$name" && [ "$it" = "$port" ] || continue
-		node=${name%/name}
-		node=/dev/${node##*/}
-		[ -c "$node" ] && return
-	done
-	return 1
-}
 command -v script >/dev/null || {
 	echo "the guest has no 'script', which makes the terminal; install util-linux in it (Debian: bsdutils, Fedora: util-linux-script)" >&2
 	exit 1
 }
-looks=0
-until find_port; do
-	looks=$((looks + 1))
-	[ "$looks" -lt 3000 ] || { echo "the guest has not seen the terminal's port ($port) within a minute: it is too busy, try again" >&2; exit 1; }
-	sleep 0.02
-done
+find_port "$port" || exit 1
 exec 3<>"$node"
 printf %s "$mark" >&3
 SHELL=/bin/sh script -qfc "$line" /dev/null <&3 >&3 2>&3 3>&-
@@ -149,7 +134,8 @@ impl Session<'_> {
         output: &(dyn Fn(Stream, &[u8]) + Sync),
     ) -> anyhow::Result<Ended> {
         let line = command_line(exec, terminal, self.dir);
-        let arg = ["-c", JOIN, "tombolo", port.name(), &self.mark, &line, self.dir].map(str::to_owned);
+        let join = format!("{}{JOIN}", exec::FIND_PORT);
+        let arg = ["-c", &join, "tombolo", port.name(), &self.mark, &line, self.dir].map(str::to_owned);
         std::thread::scope(|scope| {
             let socket = port.socket();
             thread::start_in(scope, "terminal", move || self.read(socket, output))?;

@@ -55,7 +55,7 @@ impl Machine {
     fn explain(&self, refused: Error) -> anyhow::Error {
         match refused {
             Error::Refused { message, .. } if message.contains("Out-of-range port id") => anyhow::anyhow!(
-                "the VM '{}' has no port for another terminal: 29 are the most at a time; end one of them, or run the command without -t",
+                "the VM '{}' has no port for another terminal or input: 29 are the most at a time; end one of them, or run the command without -t and -i",
                 self.name()
             ),
             other => other.into(),

@@ -17,6 +17,7 @@ use crate::machine::Machine;
 use crate::project::barrier::BACKGROUND;
 use crate::project::control::{Event, Feed};
 use crate::project::peer::Peer;
+use crate::project::state::random_hex;
 
 /// Milliseconds between looks at a flag while a socket is watched.
 const LOOK: i64 = 100;
@@ -164,7 +165,10 @@ pub fn exec(
     };
     // The reader waits while a command does not take its input, and sees no end then.
     let cancelled = || gone.load(Ordering::Acquire) || has_gone(&client);
-    let ended = exec::run(machine.agent(), exec, input.then_some(&receiver), &cancelled, &mut output);
+    let port =
+        input.then(|| machine.add_port(&format!("org.tombolo.input.{}", random_hex(8)))).transpose()?;
+    let input = port.as_ref().map(|port| (port, receiver));
+    let ended = exec::run(machine.agent(), exec, input, &cancelled, &mut output);
     if let (Err(e), true) = (&ended, cancelled()) {
         // Its client can't be told any more.
         let command = exec.argv.join(" ");
