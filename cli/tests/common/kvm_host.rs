@@ -101,6 +101,9 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         if std::thread::panicking() {
+            // What the VMs' consoles said, if the lab still runs.
+            let logs = self.run("tombolo logs 2>&1 | tail -n 60");
+            eprintln!("{}", String::from_utf8_lossy(&logs.stdout));
             // They go with the lab, which may have ended by itself.
             for log in ["emulator.log", "console.log"] {
                 let text = std::fs::read(self.folder.join(log)).unwrap_or_default();
