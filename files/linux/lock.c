@@ -141,7 +141,7 @@ static int tmb_take(struct tmb_sb *s, struct file *file, struct file_lock *fl, c
 	if (slot < 0)
 		return slot;
 	for (;;) {
-		bool bell = tmb_doorbell_self(&s->doorbell) && tmb_load(&s->zone.members[s->fs.member].doorbell);
+		bool bell = tmb_doorbell_attached(&s->doorbell) && tmb_load(&s->zone.members[s->fs.member].doorbell);
 		long left;
 
 		err = tfs_set_lock(&s->fs, tmb_h(inode), lock);

@@ -952,7 +952,7 @@ static void tmb_look(struct work_struct *work)
 	}
 	if (!again)
 		return;
-	if (busy || lingering || s->fs.read_only || !tmb_doorbell_self(&s->doorbell) || !tmb_load(&me->doorbell) || tmb_someone_cannot_ring(s))
+	if (busy || lingering || s->fs.read_only || !tmb_doorbell_attached(&s->doorbell) || !tmb_load(&me->doorbell) || tmb_someone_cannot_ring(s))
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_POLL_MS));
 	else
 		queue_delayed_work(s->work_queue, &s->poll, msecs_to_jiffies(TMB_WATCH_MS));

@@ -125,6 +125,7 @@ struct tmb_options {
 	struct tmb_zone probe;
 	char *path;
 	struct file *memory; /* NULL: a device */
+	struct file *rings, *rung; /* with memory: eventfds of a process that rings; else NULL */
 	dev_t dev;
 	unsigned long number;
 };
@@ -193,6 +194,11 @@ static int tmb_fill_super(struct super_block *sb, struct fs_context *fc)
 	s->doorbell.look = tmb_rung;
 	tmb_doorbell_register(&s->doorbell);
 	s->listening = true;
+	err = o->rings && o->rung ? tmb_doorbell_by_process(&s->doorbell, o->rings, o->rung) : 0;
+	if (err) {
+		errorf(fc, "tombolo: rings and rung are descriptors of eventfds (%d)", err);
+		return err;
+	}
 	err = tmb_zone_join(&s->zone, o->member, tmb_doorbell_self(&s->doorbell), sb->s_flags & SB_RDONLY, &member, &epoch,
 			    &s->may_write, &s->joined);
 	if (err) {
@@ -387,17 +393,20 @@ static void tmb_kill_sb(struct super_block *sb)
 		tmb_free_sb(s);
 }
 
-enum { TMB_OPT_MEMBER, TMB_OPT_ZONE, TMB_OPT_MEMORY };
+enum { TMB_OPT_MEMBER, TMB_OPT_ZONE, TMB_OPT_MEMORY, TMB_OPT_RINGS, TMB_OPT_RUNG };
 static const struct fs_parameter_spec tmb_params[] = {
 	fsparam_u32("member", TMB_OPT_MEMBER),
 	fsparam_string("zone", TMB_OPT_ZONE),
 	fsparam_fd("memory", TMB_OPT_MEMORY),
+	fsparam_fd("rings", TMB_OPT_RINGS),
+	fsparam_fd("rung", TMB_OPT_RUNG),
 	{},
 };
 
 static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
 {
 	struct tmb_options *o = fc->fs_private;
+	struct file **file = NULL;
 	struct fs_parse_result result;
 	int opt = fs_parse(fc, tmb_params, param, &result);
 
@@ -409,11 +418,17 @@ static int tmb_parse_param(struct fs_context *fc, struct fs_parameter *param)
 		o->zone_named = true;
 		return 0;
 	}
-	if (opt == TMB_OPT_MEMORY) {
-		if (o->memory)
-			return invalf(fc, "tombolo: memory is given twice");
-		o->memory = param->type == fs_value_is_file ? get_file(param->file) : fget(result.uint_32);
-		return o->memory ? 0 : -EBADF;
+	if (opt == TMB_OPT_MEMORY)
+		file = &o->memory;
+	else if (opt == TMB_OPT_RINGS)
+		file = &o->rings;
+	else if (opt == TMB_OPT_RUNG)
+		file = &o->rung;
+	if (file) {
+		if (*file)
+			return invalf(fc, "tombolo: %s is given twice", param->key);
+		*file = param->type == fs_value_is_file ? get_file(param->file) : fget(result.uint_32);
+		return *file ? 0 : -EBADF;
 	}
 	if (result.uint_32 >= TMB_MAX_MEMBERS)
 		return invalf(fc, "tombolo: member=%u: a zone has members 0 to %u", result.uint_32, TMB_MAX_MEMBERS - 1);
@@ -443,6 +458,10 @@ static void tmb_free_fc(struct fs_context *fc)
 	if (o) {
 		if (o->memory)
 			fput(o->memory);
+		if (o->rings)
+			fput(o->rings);
+		if (o->rung)
+			fput(o->rung);
 		kfree(o->path);
 		kfree(o);
 	}

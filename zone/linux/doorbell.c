@@ -7,11 +7,14 @@
  * RCU, so they take no lock and a device may be unplugged at any time: it is removed from every client, and a grace period later
  * its registers are unmapped.
  */
+#include <linux/eventfd.h>
+#include <linux/file.h>
 #include <linux/interrupt.h>
 #include <linux/io.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/pci.h>
+#include <linux/poll.h>
 #include <linux/rculist.h>
 #include <linux/slab.h>
 
@@ -23,6 +26,12 @@
 #define TMB_BELL_PERCPU WQ_PERCPU
 #else
 #define TMB_BELL_PERCPU 0
+#endif
+/* 6.8: a signal is always one. */
+#if TMB_HAS_EVENTFD_ONE
+#define tmb_eventfd_signal(eventfd) eventfd_signal(eventfd)
+#else
+#define tmb_eventfd_signal(eventfd) eventfd_signal(eventfd, 1)
 #endif
 #include "tombolo_zone.h"
 
@@ -38,6 +47,14 @@ struct tmb_doorbell {
 	void __iomem *regs;
 	u32 self; /* own peer id + 1 */
 	u8 zone_uuid[16];
+};
+
+struct tmb_doorbell_process {
+	struct tmb_doorbell_client *client;
+	struct eventfd_ctx *rings, *rung;
+	struct file *rung_file; /* whose wait queue 'wait' is in */
+	wait_queue_entry_t wait;
+	poll_table table;
 };
 
 static DEFINE_MUTEX(tmb_bell_mutex); /* both lists, and every client's bell pointer */
@@ -88,14 +105,79 @@ void tmb_doorbell_register(struct tmb_doorbell_client *client)
 {
 	INIT_WORK(&client->work, tmb_bell_look);
 	RCU_INIT_POINTER(client->bell, NULL);
+	RCU_INIT_POINTER(client->process, NULL);
 	mutex_lock(&tmb_bell_mutex);
 	list_add_tail_rcu(&client->link, &tmb_clients);
 	tmb_bell_bind(client);
 	mutex_unlock(&tmb_bell_mutex);
 }
 
+/* Called with the eventfd's lock held, as eventfd_ctx_do_read() wants it. */
+static int tmb_bell_wake(wait_queue_entry_t *wait, unsigned int mode, int sync, void *key)
+{
+	struct tmb_doorbell_process *process = container_of(wait, struct tmb_doorbell_process, wait);
+	u64 rings;
+
+	if (key_to_poll(key) & EPOLLIN) {
+		eventfd_ctx_do_read(process->rung, &rings);
+		queue_work(tmb_bell_wq, &process->client->work);
+	}
+	return 0;
+}
+
+static void tmb_bell_wait(struct file *file, wait_queue_head_t *queue, poll_table *table)
+{
+	add_wait_queue(queue, &container_of(table, struct tmb_doorbell_process, table)->wait);
+}
+
+int tmb_doorbell_by_process(struct tmb_doorbell_client *client, struct file *rings, struct file *rung)
+{
+	struct tmb_doorbell_process *process = kzalloc(sizeof(*process), GFP_KERNEL);
+	int err;
+
+	if (!process)
+		return -ENOMEM;
+	process->client = client;
+	process->rings = eventfd_ctx_fileget(rings);
+	if (IS_ERR(process->rings)) {
+		err = PTR_ERR(process->rings);
+		goto free;
+	}
+	process->rung = eventfd_ctx_fileget(rung);
+	if (IS_ERR(process->rung)) {
+		err = PTR_ERR(process->rung);
+		goto put;
+	}
+	process->rung_file = get_file(rung);
+	init_waitqueue_func_entry(&process->wait, tmb_bell_wake);
+	init_poll_funcptr(&process->table, tmb_bell_wait);
+	vfs_poll(rung, &process->table);
+	rcu_assign_pointer(client->process, process);
+	queue_work(tmb_bell_wq, &client->work);
+	return 0;
+put:
+	eventfd_ctx_put(process->rings);
+free:
+	kfree(process);
+	return err;
+}
+
+static void tmb_bell_end_process(struct tmb_doorbell_process *process)
+{
+	eventfd_ctx_put(process->rings);
+	eventfd_ctx_put(process->rung);
+	fput(process->rung_file);
+	kfree(process);
+}
+
 void tmb_doorbell_unregister(struct tmb_doorbell_client *client)
 {
+	struct tmb_doorbell_process *process = rcu_dereference_protected(client->process, true);
+	u64 rings;
+
+	RCU_INIT_POINTER(client->process, NULL);
+	if (process)
+		eventfd_ctx_remove_wait_queue(process->rung, &process->wait, &rings);
 	mutex_lock(&tmb_bell_mutex);
 	list_del_rcu(&client->link);
 	mutex_unlock(&tmb_bell_mutex);
@@ -103,10 +185,18 @@ void tmb_doorbell_unregister(struct tmb_doorbell_client *client)
 	synchronize_rcu();
 	cancel_work_sync(&client->work);
 	RCU_INIT_POINTER(client->bell, NULL);
+	if (process)
+		tmb_bell_end_process(process);
+}
+
+bool tmb_doorbell_attached(struct tmb_doorbell_client *client)
+{
+	return rcu_access_pointer(client->bell) || rcu_access_pointer(client->process);
 }
 
 int tmb_doorbell_ring(struct tmb_doorbell_client *client, u32 doorbell)
 {
+	struct tmb_doorbell_process *process;
 	struct tmb_doorbell *bell;
 	int err = -ENODEV;
 
@@ -116,8 +206,12 @@ int tmb_doorbell_ring(struct tmb_doorbell_client *client, u32 doorbell)
 	tmb_fence();
 	rcu_read_lock();
 	bell = rcu_dereference(client->bell);
+	process = rcu_dereference(client->process);
 	if (bell) {
 		iowrite32((doorbell - 1) << 16, bell->regs + IVSHMEM_DOORBELL);
+		err = 0;
+	} else if (process) {
+		tmb_eventfd_signal(process->rings);
 		err = 0;
 	}
 	rcu_read_unlock();

@@ -13,7 +13,10 @@
 #include <linux/types.h>
 #include <linux/workqueue.h>
 
+struct eventfd_ctx;
+struct file;
 struct tmb_doorbell;
+struct tmb_doorbell_process;
 
 struct tmb_doorbell_client {
 	u8 zone_uuid[16];
@@ -26,6 +29,7 @@ struct tmb_doorbell_client {
 	struct list_head link;
 	struct work_struct work;
 	struct tmb_doorbell __rcu *bell;
+	struct tmb_doorbell_process __rcu *process;
 };
 
 /* Called by the module's init and exit; exit after every client is unregistered. */
@@ -36,6 +40,14 @@ void tmb_doorbell_exit(void);
 void tmb_doorbell_register(struct tmb_doorbell_client *client);
 /* Unregisters a client and waits until look is not running; afterwards it isn't called any more. May sleep. */
 void tmb_doorbell_unregister(struct tmb_doorbell_client *client);
+
+/*
+ * On a host, which has no device, a process rings for a registered client: it is asked to by the eventfd 'rings', and then rings the members that have pending
+ * bits. The process signals the eventfd 'rung' when the client's own doorbell rang. May sleep. 0, or -EINVAL: not eventfds, -ENOMEM.
+ */
+int tmb_doorbell_by_process(struct tmb_doorbell_client *client, struct file *rings, struct file *rung);
+/* Returns whether there is a device or a process for the client's rings. Any context. */
+bool tmb_doorbell_attached(struct tmb_doorbell_client *client);
 
 /*
  * Rings a member: 'doorbell' is the value of its slot's field (ivshmem peer id + 1). 0, or -ENODEV: no device for this zone, -EINVAL: 0 or not a

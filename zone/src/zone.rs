@@ -358,6 +358,17 @@ impl Zone {
         self.mem.swap_u64(id.at(offset_of!(tmb_member, pending)), 0)
     }
 
+    /// Returns the doorbells of members that have pending bits.
+    pub fn pending_peers(&self) -> Result<Vec<u16>> {
+        let mut peers = Vec::new();
+        for id in MemberId::all() {
+            if self.mem.load_u64(id.at(offset_of!(tmb_member, pending)))? != 0 {
+                peers.extend(self.doorbell(id)?);
+            }
+        }
+        Ok(peers)
+    }
+
     /// Returns the peers to ring so that every active member reads the member table.
     pub fn announce(&self) -> Result<Vec<u16>> {
         Ok(self

@@ -1114,6 +1114,39 @@ def files_mount_uses_the_kernel_of_a_host_which_holds_the_slot_until_the_last_un
         b.off()
 
 
+@claim(1, mount=False, dies=0)
+def a_kernel_mount_of_a_host_rings_other_members_and_is_rung(a):
+    from members import torture
+    b = a.rig.host([torture(a.rig.work)[1]]).boot("host", a.rig.zone, ZONE_MIB, memory=512)
+    mount = "tombolo-files-torture files mount --json %s /tmp/z/zone /tmp/%s > /tmp/said && grep '\"%s\"' /tmp/said"
+
+    def waits_for_the_lock_of_a_fuse_mount(then):
+        b.ok(mount % ("--backend kernel", "host", "kernel") + " && " + mount % ("--backend fuse", "fuse", "fuse"))
+        b.ok("rm -f /tmp/go && (claims release /tmp/fuse/l /tmp/go > /tmp/held &) && until test -s /tmp/held; do :; done")
+        b.ok("claims locked /tmp/host/l 600000 > /tmp/got & until grep -q tmb_take /proc/$!/wchan; do :; done; touch /tmp/go && wait && test -s /tmp/got")
+        # With nothing mapped and nothing watched this kernel looks at its pending bits only when it is rung.
+        member = int(b.ok("sed -n 's/.* tombolo .*member=\\([0-9]*\\).*/\\1/p' /proc/mounts"))
+        pending = "dd if=/tmp/z/zone bs=8 skip=%d count=1 2>/dev/null | tr -d '\\000' | wc -c" % ((4096 + member * 256 + 64) // 8)
+        b.ok(then % ("test $(%s) = 0" % pending))
+
+    try:
+        b.ok("mkdir -p /tmp/z /tmp/host /tmp/fuse && mount -t tmpfs none /tmp/z && mkzone /tmp/z/zone 96 2")
+        waits_for_the_lock_of_a_fuse_mount("! %s")
+        b.ok("umount /tmp/fuse && umount /tmp/host && while pidof tombolo-files-torture; do :; done")
+        b.ok("(tombolo-files-torture serve /tmp/z/zone > /tmp/serving &) && until grep serving /tmp/serving; do :; done")
+        waits_for_the_lock_of_a_fuse_mount("until %s; do :; done")
+        # A listener that is stopped keeps the count of its rings.
+        b.ok("tombolo-files-torture files watch /tmp/z/zone > /tmp/heard 2>&1 & echo $! > /tmp/pid")
+        b.ok("until touch /tmp/host/first && grep first /tmp/heard; do :; done")
+        rings = "grep -h eventfd-count /proc/$(cat /tmp/pid)/fdinfo/* | grep -vq ' 0$'"
+        b.ok("while %s; do :; done; kill -STOP $(cat /tmp/pid) && ! %s && touch /tmp/host/second && until %s; do :; done" % (rings, rings, rings))
+        b.ok("kill -CONT $(cat /tmp/pid) && until grep second /tmp/heard; do :; done; kill $(cat /tmp/pid)")
+        b.ok("umount /tmp/fuse && umount /tmp/host")
+        need("damaged" not in b.ok("dmesg") and not b.complaints(), "the kernel complained: %s" % b.complaints())
+    finally:
+        b.off()
+
+
 # The kernel of a guest with one CPU online patches its LOCK prefixes away, which is the harder case.
 @claim(2, smp=1)
 def one_cpu_guests_lose_no_update_either(a, b):

@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Mounts by the kernel (`files/linux`). The process takes a slot of the zone and hands the descriptor that holds it to the module, which keeps it until the
 //! mount's end: whatever becomes of the process, the slot is held as long as the file system is mounted somewhere, and no longer. The process stays to
-//! declare other members dead where the zone has no owner, to unmount at SIGTERM, and to free the slot after an unmount.
+//! declare other members dead where the zone has no owner, to unmount at SIGTERM, and to free the slot after an unmount. It also has the zone's doorbells: the module
+//! asks for rings by one eventfd, and is told of rings by another. Once the process has ended, the mount and the guests poll.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::null;
 use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::{Context, bail};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::pipe::PipeFlags;
-use tombolo_zone::{Liveness, MemberId, Unburied, Zone};
+use tombolo_zone::doorbell::Bell;
+use tombolo_zone::{Liveness, MemberId, MemberState, Unburied, Zone};
 
 use super::{ENDS, REAP};
 use crate::fuse::options::MountOptions;
@@ -63,6 +66,10 @@ pub(super) struct Mounted {
     zone: Arc<Zone>,
     id: MemberId,
     place: Place,
+    /// Readable when members with pending bits are to be rung.
+    rings: OwnedFd,
+    /// `None`: the mount only reads, or no process serves the zone's doorbells.
+    bell: Option<Bell>,
 }
 
 /// Mounts the zone as the member whose slot `alive` holds. On failure the slot is free again.
@@ -72,7 +79,9 @@ pub(super) fn mount(
     target: &Path,
     options: &MountOptions,
 ) -> anyhow::Result<Mounted> {
-    let mounted = hand_over(id, &alive, target, options);
+    let new = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    let (rings, rung) = (new()?, new()?);
+    let mounted = hand_over(id, [&alive.as_fd(), &rings.as_fd(), &rung.as_fd()], target, options);
     drop(alive);
     let place = match mounted {
         Ok(place) => place,
@@ -81,19 +90,43 @@ pub(super) fn mount(
             return Err(e).with_context(|| format!("mounting at {} by the kernel", target.display()));
         }
     };
-    if !zone.member(id)?.alive {
+    let bell = match bell_of(zone, id, rung) {
+        Ok(bell) => bell,
+        Err(e) => {
+            place.detach()?;
+            zone.remove_left(id)?;
+            return Err(e);
+        }
+    };
+    Ok(Mounted { zone: Arc::clone(zone), id, place, rings, bell })
+}
+
+/// Enters the doorbells of the zone that the kernel has mounted, and has `rung` signalled when the member is rung. `None`: it stores nothing, or no process
+/// serves them.
+fn bell_of(zone: &Zone, id: MemberId, rung: OwnedFd) -> anyhow::Result<Option<Bell>> {
+    let member = zone.member(id)?;
+    if !member.alive {
         // The kernel has one file system for a zone, which keeps the slot that it was mounted with.
-        place.detach()?;
-        zone.remove_left(id)?;
         bail!(
             "zone {}: the kernel has it mounted in another mount namespace; mount it there with mount --bind, or here with --backend fuse",
             zone.name()
         );
     }
-    Ok(Mounted { zone: Arc::clone(zone), id, place })
+    if member.state != MemberState::Active {
+        return Ok(None);
+    }
+    Ok(Bell::enter(zone, id, move || {
+        // A full counter is rung already.
+        let _full = rustix::io::write(&rung, &1u64.to_ne_bytes());
+    })?)
 }
 
-fn hand_over(id: MemberId, alive: &Liveness, target: &Path, options: &MountOptions) -> io::Result<Place> {
+fn hand_over(
+    id: MemberId,
+    descriptors: [&BorrowedFd<'_>; 3],
+    target: &Path,
+    options: &MountOptions,
+) -> io::Result<Place> {
     let target = target.canonicalize()?;
     // SAFETY: a terminated string.
     let context = owned(unsafe { libc::syscall(libc::SYS_fsopen, c"tombolo".as_ptr(), FSOPEN_CLOEXEC) })?;
@@ -101,7 +134,9 @@ fn hand_over(id: MemberId, alive: &Liveness, target: &Path, options: &MountOptio
     let source = CString::new(options.source.as_str())?;
     set(&context, FSCONFIG_SET_STRING, Some(c"source"), source.as_ptr(), 0)?;
     set(&context, FSCONFIG_SET_STRING, Some(c"member"), member.as_ptr(), 0)?;
-    set(&context, FSCONFIG_SET_FD, Some(c"memory"), null(), alive.as_fd().as_raw_fd())?;
+    for (key, descriptor) in [c"memory", c"rings", c"rung"].into_iter().zip(descriptors) {
+        set(&context, FSCONFIG_SET_FD, Some(key), null(), descriptor.as_raw_fd())?;
+    }
     if options.read_only {
         set(&context, 0, Some(c"ro"), null(), 0)?;
     }
@@ -155,6 +190,15 @@ fn set(
 }
 
 impl Mounted {
+    fn ring(&self) -> tombolo_zone::Result<()> {
+        let Some(bell) = &self.bell else { return Ok(()) };
+        for peer in self.zone.pending_peers()? {
+            // A peer that has left meanwhile needs no ring.
+            bell.ring(peer)?;
+        }
+        Ok(())
+    }
+
     /// Stays until the mount has ended, in all mount namespaces; unmounts it when a signal comes.
     pub(super) fn watch_over(self, signals: &File) -> anyhow::Result<()> {
         let (ended, end) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
@@ -166,14 +210,23 @@ impl Mounted {
         };
         let waiting =
             std::thread::Builder::new().name("mount-end".into()).spawn(wait).context("starting threads")?;
-        let mut unburied = Unburied::default();
+        let (mut unburied, mut reaped) = (Unburied::default(), Instant::now());
         loop {
-            let mut fds = [PollFd::new(&ended, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+            let mut fds = [
+                PollFd::new(&ended, PollFlags::IN),
+                PollFd::new(signals, PollFlags::IN),
+                PollFd::new(&self.rings, PollFlags::IN),
+            ];
             match poll(&mut fds, Some(&REAP)) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(e) => return Err(e).context("waiting for the mount's end"),
             }
-            let [has_ended, is_asked] = fds.map(|fd| !fd.revents().is_empty());
+            let [has_ended, is_asked, is_to_ring] = fds.map(|fd| !fd.revents().is_empty());
+            if is_to_ring {
+                // The counter first: what is pending after it is seen by the look.
+                let _asked = rustix::io::read(&self.rings, &mut [0; 8]);
+                self.ring()?;
+            }
             if is_asked && !has_ended {
                 self.place.detach()?;
                 // Programs that still use the mount, in another mount namespace say, need this process no more.
@@ -184,6 +237,10 @@ impl Mounted {
             if has_ended || is_asked {
                 break;
             }
+            if reaped.elapsed().as_secs() < REAP.tv_sec.unsigned_abs() {
+                continue;
+            }
+            reaped = Instant::now();
             // The next look tries again.
             let _ = self.zone.reap_without_owner().and_then(|_| self.zone.reap_for_owner(&mut unburied));
         }
