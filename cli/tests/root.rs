@@ -22,18 +22,36 @@ fn image(into: &Path) {
     std::fs::write(into.join("etc/motd"), "one copy\n").unwrap();
 }
 
+/// Makes an OCI image of the folder `image`: a layer, and one that hides a file which the first has beside it.
+const LAYOUT: &str = r#"set -e
+mkdir -p layout/blobs/sha256 upper/srv
+cp -a image lower
+touch lower/srv/hidden upper/srv/.wh.hidden
+tar -C lower -czf layer1 .
+tar -C upper -cf layer2 srv
+put() {
+    hash=$(sha256sum <$1 | cut -c -64)
+    mv $1 layout/blobs/sha256/$hash
+    printf '{"digest":"sha256:%s","size":%s}' $hash $(stat -c %s layout/blobs/sha256/$hash)
+}
+printf '{"layers":[%s,%s]}' "$(put layer1)" "$(put layer2)" >manifest
+printf '{"manifests":[%s]}' "$(put manifest)" >layout/index.json
+echo '{"imageLayoutVersion":"1.0.0"}' >layout/oci-layout"#;
+
 fn project(vms: &str) -> Lab {
     let lab =
         Lab::new(&format!("[zone.base]\nsize = \"64M\"\nbacking = \"./base.zone\"\nfiles = true\n{vms}"));
     image(&lab.dir.path().join("image"));
     lab.good(&["zone", "create", "base.zone", "--size", "64M"]);
     lab.good(&["files", "mkfs", "base.zone"]);
-    lab.good(&["files", "import", "image", "base.zone:images/one"]);
+    let made = Command::new("sh").args(["-c", LAYOUT]).current_dir(lab.dir.path()).status();
+    assert!(made.unwrap().success());
+    lab.good(&["files", "import", "layout", "base.zone:images/one"]);
     lab
 }
 
 #[test]
-fn vms_start_from_one_root_which_none_of_them_changes() {
+fn vms_start_from_one_image_which_none_of_them_changes() {
     let vm = |name: &str| {
         format!("[vm.{name}]\nmemory = \"256M\"\nroot = {{ zone = \"base\", path = \"/images/one\" }}\n")
     };

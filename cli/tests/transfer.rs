@@ -138,6 +138,40 @@ fn a_directory_comes_back_from_a_zone_as_it_was_and_what_is_equal_is_not_copied_
 }
 
 #[test]
+fn an_archive_is_unpacked_into_a_new_directory_as_a_whole_or_not_at_all() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    make_zone(dir, "64M");
+    shell(
+        dir,
+        "mkdir -p tree/sub && echo x >tree/sub/file && chmod 4751 tree/sub/file && ln tree/sub/file tree/hard && ln -s /sub tree/link
+        mkfifo tree/fifo && mknod tree/null c 1 3 && chown -h 1234:4321 tree/link tree/sub && head -c 5M /dev/urandom >tree/large
+        tar -C tree -cf - . | gzip >tree.tar.gz && head -c 1M tree.tar.gz >cut.tar.gz
+        listed() { (cd $1 && find . -printf '%P %y %m %U:%G %n %s %Ts %l\\n' | sort; sha256sum large hard); }
+        listed tree >before",
+    );
+    good(dir, &["files", "import", "tree.tar.gz", "own.zone:images/one"]);
+    good(dir, &["files", "export", "--suid", "--dev", "own.zone:images/one", "back"]);
+    shell(
+        dir,
+        "listed() { (cd $1 && find . -printf '%P %y %m %U:%G %n %s %Ts %l\\n' | sort; sha256sum large hard); }
+        listed back | diff before -",
+    );
+    for (from, to, why) in [
+        ("tree.tar.gz", "own.zone:images/one", "there already"),
+        ("tree.tar.gz", "own.zone", "name it"),
+        ("cut.tar.gz", "own.zone:images/two", "cut.tar.gz"),
+        ("own.zone", "own.zone:images/two", "neither a directory nor a tar archive"),
+    ] {
+        let output = run(dir, &["files", "import", from, to]);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && error.contains(why), "{from} {to}: {error}");
+    }
+    good(dir, &["files", "export", "own.zone", "all"]);
+    shell(dir, "test \"$(ls -A all all/images | tr '\\n' ' ')\" = 'all: images  all/images: one '");
+}
+
+#[test]
 fn what_can_not_be_copied_is_said_and_no_mount_is_left() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();

@@ -19,6 +19,7 @@ use crate::target::{self, PCI, Target};
 
 mod fsck;
 mod grant;
+mod import;
 mod mount;
 mod rsync;
 mod snapshot;

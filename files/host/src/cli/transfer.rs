@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile, and rsync copies.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -10,10 +11,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail};
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::Meter;
+use super::import::image::{self, Source};
+use super::import::unpack::{self, Unpacker};
 use super::rsync::{self, Done, Job};
 use crate::fuse::session;
 use crate::log;
@@ -45,7 +49,7 @@ pub(super) fn parse_place(text: &str) -> Result<Place, String> {
 /// Arguments of `tombolo files import`.
 #[derive(Debug, clap::Args)]
 pub struct ImportArgs {
-    /// The directory to copy
+    /// The directory to copy; or a tar archive (plain, gzip or zstd), or the folder of an OCI image (oci-layout), to unpack into a new directory
     from: PathBuf,
     /// The zone and the directory in it, which is made if it is missing
     #[arg(value_name = "ZONE[:PATH]", value_parser = parse_place)]
@@ -84,6 +88,9 @@ struct More {
 
 /// Runs `import`.
 pub fn import(args: &ImportArgs, json: bool) -> anyhow::Result<()> {
+    if let Some(source) = image::source(&args.from)? {
+        return unpack(args, &source, json);
+    }
     rsync::check_programs()?;
     let folder = folder(&args.from)?;
     let mounted = Mounted::new(&args.to.zone, args.more.area.as_deref(), false)?;
@@ -93,6 +100,64 @@ pub fn import(args: &ImportArgs, json: bool) -> anyhow::Result<()> {
     let job = Job { mount, inside, folder: &folder, export: false, delete, suid: true, devices: true };
     let done = job.run(json);
     finish(mounted, done, "", json)
+}
+
+/// Unpacks an archive or an image into a new directory, which is there as a whole or not at all.
+fn unpack(args: &ImportArgs, source: &Source, json: bool) -> anyhow::Result<()> {
+    let to = &args.to;
+    if args.more.delete {
+        bail!(
+            "--delete: an archive is unpacked into a new directory: remove the old one on a mount of the zone"
+        );
+    }
+    let (Some(name), Some(above)) = (to.path.file_name(), to.path.parent()) else {
+        bail!(
+            "{}: an archive is unpacked into a new directory: name it, such as {0}:/image",
+            to.zone.display()
+        );
+    };
+    let mounted = Mounted::new(&to.zone, args.more.area.as_deref(), false)?;
+    let above = Place { zone: to.zone.clone(), path: above.to_owned() };
+    let folder = directory(&mounted.point(), &above, true)?;
+    let exists = || {
+        let (zone, path) = (to.zone.display(), shown_path(&to.path));
+        anyhow::anyhow!("{zone}:/{path} is there already: an archive is unpacked into a new directory")
+    };
+    if rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+        return Err(exists());
+    }
+    let mut stage = OsString::from(".");
+    stage.push(name);
+    stage.push(format!(".{}", uuid::Uuid::new_v4()));
+    rustix::fs::mkdirat(&folder, &*stage, Mode::RWXU).context("making a directory for what is unpacked")?;
+    let done = unpack_into(&folder, &stage, source, json).and_then(|done| {
+        match unpack::publish(&folder, &stage, name) {
+            Err(Errno::EXIST) => Err(exists()),
+            Err(e) => Err(e).context("naming what was unpacked"),
+            Ok(()) => Ok(done),
+        }
+    });
+    if done.is_err() {
+        unpack::remove(&folder, &stage).context("removing what was unpacked of it")?;
+    }
+    drop(folder);
+    finish(mounted, done, "", json)
+}
+
+fn unpack_into(folder: &OwnedFd, stage: &OsStr, source: &Source, json: bool) -> anyhow::Result<Done> {
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let root = rustix::fs::openat(folder, stage, flags, Mode::empty())?;
+    rustix::fs::fchmod(&root, Mode::from_raw_mode(0o755))?;
+    let mut unpacker = Unpacker::new(root, Meter::new(json));
+    let (archives, are_layers) = match source {
+        Source::Tar(path) => (std::slice::from_ref(path), false),
+        Source::Layers(paths) => (&**paths, true),
+    };
+    for path in archives {
+        let unpacked = image::plain(path).and_then(|from| unpacker.archive(from, are_layers));
+        unpacked.with_context(|| path.display().to_string())?;
+    }
+    Ok(unpacker.done)
 }
 
 /// Runs `export`.
@@ -122,8 +187,8 @@ fn sync(folder: &Path) -> anyhow::Result<()> {
     open.and_then(rustix::fs::syncfs).with_context(|| format!("syncing {}", folder.display()))
 }
 
-/// Finds a directory of a mounted zone; `make`: what is missing of it is made. A part of its path that is a link is refused.
-fn directory(mount: &Path, place: &Place, make: bool) -> anyhow::Result<()> {
+/// Opens a directory of a mounted zone; `make`: what is missing of it is made. A part of its path that is a link is refused.
+fn directory(mount: &Path, place: &Place, make: bool) -> anyhow::Result<OwnedFd> {
     const DIRECTORY: OFlags = OFlags::DIRECTORY.union(OFlags::PATH).union(OFlags::CLOEXEC);
     let below = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     let name = || format!("{}:/{}", place.zone.display(), shown_path(&place.path));
@@ -145,7 +210,7 @@ fn directory(mount: &Path, place: &Place, make: bool) -> anyhow::Result<()> {
             opened => opened.with_context(|| format!("{}: '{part}'", name()))?,
         };
     }
-    Ok(())
+    Ok(at)
 }
 
 fn finish(mounted: Mounted, done: anyhow::Result<Done>, remedy: &str, json: bool) -> anyhow::Result<()> {
