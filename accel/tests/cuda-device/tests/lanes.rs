@@ -177,7 +177,7 @@ fn vectors_are_loaded_and_stored_together() {
 fn dynamic_shared_memory_lies_behind_the_static() {
     let text = kernel(
         1,
-        ".shared .align 4 .b32 fixed[4]; mov.u32 %r1, fixed; mov.u32 %r2, dyn; sub.u32 %r9, %r2, %r1; st.shared.u32 [dyn+28], %r9; ld.shared.u32 %r3, [dyn+28]; \
+        ".shared .align 4 .b32 fixed[4]; mov.u32 %r1, fixed[0]; mov.u32 %r2, dyn; sub.u32 %r9, %r2, %r1; st.shared.u32 [dyn+28], %r9; ld.shared.u32 %r3, [dyn+28]; \
                           ld.param.u64 %d1, [p0]; st.global.u32 [%d1], %r3;",
     );
     let text = text.replace(".visible", ".extern .shared .align 16 .b8 dyn[];\n.visible");

@@ -675,6 +675,11 @@ impl<'a> Parser<'a> {
             Token::Word(name) if self.accept(b'+') => {
                 Operand::Offset(name.to_owned(), self.integer()? as i64)
             }
+            // The address of an element of an array; only of the first, which needs no element's size.
+            Token::Word(name) if self.accept(b'[') => match self.list(b']')?.as_slice() {
+                [Operand::Integer(0)] => Operand::Name(name.to_owned()),
+                _ => return self.fail(format!("an element of {name} other than the first, as an operand")),
+            },
             Token::Word(name) if self.peek() == Token::Sign(b'-') => {
                 Operand::Offset(name.to_owned(), self.integer()? as i64)
             }
