@@ -435,10 +435,20 @@ fn clean_removes_what_a_killed_supervisor_left_and_nothing_that_lives() {
     for lab in [&dead, &living] {
         run(lab, &["up"]);
     }
-    let ps: serde_json::Value = serde_json::from_str(&run(&dead, &["ps", "--json"])).unwrap();
-    let supervisor = u32::try_from(ps["supervisor"].as_u64().unwrap()).unwrap();
-    signal(supervisor, "KILL");
-    until(|| !Path::new(&format!("/proc/{supervisor}")).exists());
+    let kill = |pid: u32| {
+        signal(pid, "KILL");
+        until(|| !Path::new(&format!("/proc/{pid}")).exists());
+    };
+    let status = || serde_json::from_str::<serde_json::Value>(&run(&dead, &["ps", "--json"])).unwrap();
+    let supervisor = || u32::try_from(status()["supervisor"].as_u64().unwrap()).unwrap();
+    let qemu = status()["vms"][0]["pid"].as_u64().unwrap();
+    kill(supervisor());
+    assert!(!run(&living, &["clean", "--dry-run"]).contains("a project whose"), "its VM lives");
+    kill(supervisor());
+    // The shim of its VM.
+    let status = std::fs::read_to_string(format!("/proc/{qemu}/status")).unwrap();
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:\t")).unwrap();
+    kill(parent.parse().unwrap());
     let folders = || shared.path().join("tombolo").read_dir().unwrap().count();
     let before = folders();
     assert!(run(&dead, &["clean", "--dry-run"]).contains("(a project whose supervisor died)"));

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use common::stand_in::{fake, lab, number, said, until};
-use common::{Lab, copy_program, write_program};
+use common::{Lab, copy_program};
 use serde_json::Value;
 
 mod common;
@@ -140,52 +140,4 @@ fn an_up_with_few_threads_works_or_says_what_is_lacking_and_leaves_nothing() {
             break;
         }
     }
-}
-
-/// A program that may have one process or thread until its limit is raised, and becomes tombolo.
-const CRAMPED: &str = "#!/usr/bin/env python3
-import os, resource, sys
-if '--state' in sys.argv:
-    resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
-os.execv('PROGRAM', ['tombolo'] + sys.argv[1:])
-";
-
-#[test]
-fn a_program_that_gets_no_threads_after_an_upgrade_waits_for_them_and_ends_no_vm() {
-    let user = User::new(54_333, 2);
-    let place = user.lab.dir.path();
-    let up = user.run(None, &["up"]);
-    assert!(up.status.success(), "{}", said(&up));
-    let before = user.ps();
-    let supervisor = number(&before["supervisor"]);
-    let cramped = place.join("cramped");
-    write_program(&cramped, &CRAMPED.replace("PROGRAM", place.join("program").to_str().unwrap()));
-    let arguments = ["upgrade", "--program", cramped.to_str().unwrap()];
-    let mut upgrade =
-        user.command(None, &place.join("program"), &arguments).stderr(Stdio::piped()).spawn().unwrap();
-    let mut folders = std::fs::read_dir(place.join("scratch/tombolo")).unwrap();
-    let log = folders.find_map(|folder| {
-        let log = folder.unwrap().path().join("supervisor.log");
-        log.exists().then_some(log)
-    });
-    let log = log.unwrap();
-    until("it does not wait for threads", || {
-        assert!(upgrade.try_wait().unwrap().is_none());
-        std::fs::read_to_string(&log).unwrap().contains("waits for")
-    });
-    let limit = [format!("--pid={supervisor}"), "--nproc=500:".into()];
-    let raised = user.run_program(None, Path::new("prlimit"), &limit.each_ref().map(String::as_str));
-    assert!(raised.status.success(), "{}", said(&raised));
-    let upgraded = upgrade.wait_with_output().unwrap();
-    assert!(upgraded.status.success(), "{}", said(&upgraded));
-    let after = user.ps();
-    assert_eq!(number(&after["supervisor"]), supervisor);
-    for vm in [0, 1] {
-        assert_eq!(
-            (&after["vms"][vm]["pid"], &after["vms"][vm]["state"]),
-            (&before["vms"][vm]["pid"], &"up".into())
-        );
-    }
-    assert!(user.run(None, &["down"]).status.success());
-    user.assert_nothing_left();
 }

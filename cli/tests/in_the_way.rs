@@ -190,25 +190,18 @@ fn a_switch_that_does_not_die_holds_up_no_down() {
 }
 
 #[test]
-fn a_switch_that_is_stopped_ends_with_its_killed_supervisor_and_takes_its_sockets_with_it() {
+fn a_switch_that_is_stopped_ends_with_its_killed_shim_and_takes_its_sockets_with_it() {
     let lab = lab(&format!("[net.lan]\n[vm.a]\n{VM}networks = {{ lan = {{ address = \"none\" }} }}\n"));
-    let next = lab.dir.path().join("next");
-    assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_tombolo")).arg(&next).status().unwrap().success());
-    for upgraded in [false, true] {
-        lab.good(&["up"]);
-        if upgraded {
-            lab.good(&["upgrade", "--program", next.to_str().unwrap()]);
-        }
-        let line = |process: &u32| std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
-        let mut switch = lab.processes();
-        switch.retain(|process| line(process).starts_with(b"tombolo\0net\0run\0"));
-        assert_eq!(switch.len(), 2, "the switch and its keeper");
-        for process in &switch {
-            signal(*process, "STOP");
-        }
-        signal(number(&lab.ps()["supervisor"]), "KILL");
-        lab.assert_no_process_left();
+    lab.good(&["up"]);
+    let line = |process: &u32| std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+    let mut switch = lab.processes();
+    switch.retain(|process| line(process).starts_with(b"tombolo\0net\0run\0"));
+    assert_eq!(switch.len(), 2, "the switch and its keeper");
+    for process in &switch {
+        signal(*process, "STOP");
     }
+    lab.kill_with_shims(&["switch-lan", "vm-a"]);
+    lab.assert_no_process_left();
 }
 
 #[test]

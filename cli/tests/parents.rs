@@ -290,7 +290,7 @@ impl Drop for User {
 }
 
 #[test]
-fn a_program_whose_file_has_capabilities_finds_its_supervisor_and_leaves_nothing_when_that_is_killed() {
+fn a_program_whose_file_has_capabilities_finds_its_supervisor_and_what_that_leaves_when_it_is_killed() {
     let user = User::new(54_341);
     let program = user.lab.dir.path().join("program");
     assert!(Command::new("setcap").arg("cap_net_raw+ep").arg(&program).status().unwrap().success());
@@ -300,6 +300,8 @@ fn a_program_whose_file_has_capabilities_finds_its_supervisor_and_leaves_nothing
     user.assert_nothing_left();
     user.good(None, &["up"]);
     signal(user.supervisor(), "KILL");
+    assert!(user.good(None, &["ps"]).contains("a   up"));
+    user.good(None, &["down"]);
     user.assert_nothing_left();
 }
 

@@ -191,13 +191,18 @@ impl Unit {
 }
 
 #[test]
-fn the_unit_starts_a_project_again_whose_supervisor_died_takes_over_one_that_lives_and_takes_it_down() {
+fn the_unit_goes_on_with_a_project_whose_supervisor_died_starts_one_again_that_has_ended_and_takes_it_down() {
     let lab = lab("");
     let unit = Unit::start(&lab);
     unit.wait_ready();
     let first = lab.ps();
     assert_eq!(first["vms"][0]["state"], "up");
-    signal(number(&first["supervisor"]), "KILL");
+    lab.kill_with_shims(&[]);
+    until("there is no next supervisor", || {
+        let now = lab.ps();
+        now["supervisor"] != first["supervisor"] && now["vms"][0]["pid"] == first["vms"][0]["pid"]
+    });
+    lab.kill_with_shims(&["vm-a"]);
     let (code, words) = unit.ended();
     assert_eq!(code, 1, "a failure, so that systemd starts it again: {words}");
 

@@ -150,10 +150,15 @@ const A_SECOND: Duration = Duration::from_secs(1);
 fn ps_tells_within_a_second_of_a_supervisor_that_hangs_and_of_its_vms() {
     let lab = lab(&format!("[vm.a]\n{VM}[vm.b]\n{VM}"));
     let mut hangs = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/silent-supervisor"));
-    hangs.arg(lab.dir.path().canonicalize().unwrap()).args(["a", "b"]);
+    lab.good(&["up"]);
+    hangs.arg(lab.dir.path().canonicalize().unwrap());
     let mut hangs = hangs.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut words = BufReader::new(hangs.stdout.take().unwrap());
     let mut line = String::new();
-    BufReader::new(hangs.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    words.read_line(&mut line).unwrap();
+    // It has the lock before another supervisor can.
+    lab.kill_with_shims(&[]);
+    words.read_line(&mut line).unwrap();
     let (output, time) = fastest_ps(&lab);
     let words = said(&output);
     hangs.kill().unwrap();
@@ -165,6 +170,9 @@ fn ps_tells_within_a_second_of_a_supervisor_that_hangs_and_of_its_vms() {
     assert!(!output.status.success(), "{words}");
     assert!(words.contains(&expected) && words.contains(", b (process "), "{words}");
     assert!(time < A_SECOND, "{time:?}");
+    assert_eq!(lab.ps()["vms"][1]["state"], "up", "they go on under the next one");
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
 }
 
 /// Programs that use one CPU, ended with this.

@@ -4,8 +4,8 @@
 //! `tombolo up` reads the file ([`compose`]), finds or starts the project's *supervisor*, a process of its own
 //! ([`project::supervisor`]), and hands it the checked file over a control socket ([`project::control`]). The supervisor holds the zones
 //! ([`project::zones`]), starts one QEMU per VM ([`machine`], [`qemu`]), follows each until it is ready, and then answers the other
-//! commands ([`commands`]). It talks to QEMU and to the guests over inherited sockets only, and everything it starts is tied to
-//! its own life ([`child`]): whichever process dies, by whatever signal, nothing stays behind.
+//! commands ([`commands`]). It talks to QEMU and to the guests over inherited sockets only. Each QEMU is the child of a process that
+//! stands beside it ([`shim`]): when the supervisor dies, by whatever signal, the next one finds and goes on with all of them.
 //!
 //! - [`compose`]: the file, and errors that name file, line and key.
 //! - [`project`]: the supervisor and what it holds: zones, networks, accelerators; the control socket.
@@ -13,6 +13,7 @@
 //! - [`qemu`]: command line, monitor, console, and whether KVM works.
 //! - [`guest`]: the guest's kernel and image, its agent, commands in it, its mounts.
 //! - [`commands`]: what a user types.
+//! - [`shim`]: the process beside each VM.
 //! - [`child`]: processes that never outlive this one; [`host`]: what the host has; [`log`]: logs that never fail; [`moment`]: instants
 //!   that another program understands; [`thread`]: threads where none may be had.
 
@@ -29,6 +30,7 @@ pub mod machine;
 pub mod moment;
 pub mod project;
 pub mod qemu;
+pub mod shim;
 pub mod thread;
 
 /// The version of this program.

@@ -6,12 +6,8 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
-use std::time::{Duration, Instant};
 
 use crate::qemu::start::no_process;
-
-/// The pause between two tries to have threads.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// Starts a thread of this name.
 ///
@@ -34,58 +30,6 @@ pub fn start_in<'scope, T: Send + 'scope>(
     work: impl FnOnce() -> T + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, T>> {
     Builder::new().name(name.into()).spawn_scoped(scope, work).map_err(|e| no_process(&e))
-}
-
-/// As [`start`], as soon as a thread can be had, for as long as `waits` says so. `work` makes the work anew for each try.
-///
-/// # Errors
-/// None can be had, and it is not waited for any more.
-pub fn start_at_last(
-    name: &str,
-    work: &dyn Fn() -> Box<dyn FnOnce() + Send>,
-    waits: &dyn Fn() -> bool,
-) -> io::Result<()> {
-    let mut told = false;
-    while let Err(e) = start(name, work()) {
-        if !waits() {
-            return Err(e);
-        }
-        if !std::mem::replace(&mut told, true) {
-            crate::say!("this process waits for a thread: {e}");
-        }
-        std::thread::sleep(PAUSE);
-    }
-    Ok(())
-}
-
-/// Waits, at most `limit`, until so many threads can be had at once. Starts and ends them to find out.
-///
-/// # Errors
-/// They can't be had.
-pub fn await_room(count: usize, limit: Duration) -> io::Result<()> {
-    let begun = Instant::now();
-    let mut told = false;
-    while let Err(e) = try_room(count) {
-        if begun.elapsed() >= limit {
-            return Err(e);
-        }
-        if !std::mem::replace(&mut told, true) {
-            crate::say!("this process waits for {count} threads: {e}");
-        }
-        std::thread::sleep(PAUSE);
-    }
-    Ok(())
-}
-
-fn try_room(count: usize) -> io::Result<()> {
-    let gate = Mutex::new(());
-    // They end when all of them are there, or no more can be had.
-    let closed = gate.lock().unwrap_or_else(PoisonError::into_inner);
-    std::thread::scope(|scope| {
-        let started = (0..count).try_for_each(|_| start_in(scope, "room", || drop(gate.lock())).map(drop));
-        drop(closed);
-        started
-    })
 }
 
 /// Does these jobs at the same time, each on a thread of its own; those for which none can be had one after the other, in their order, on this one.
@@ -166,18 +110,6 @@ mod tests {
                 done.iter().filter(|(_, id, _)| *id == here).map(|(.., turn)| *turn).collect();
             assert!(alone.len() == 4 - threads && alone.is_sorted(), "{alone:?}");
         }
-    }
-
-    #[test]
-    fn threads_that_can_be_had_at_once_are_there_together_and_end() {
-        await_room(20, Duration::ZERO).unwrap();
-        let (sender, done) = std::sync::mpsc::channel();
-        let work = || {
-            let sender = sender.clone();
-            Box::new(move || sender.send(()).unwrap()) as Box<dyn FnOnce() + Send>
-        };
-        start_at_last("job", &work, &|| false).unwrap();
-        done.recv().unwrap();
     }
 
     #[test]

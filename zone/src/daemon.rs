@@ -4,13 +4,14 @@
 //! What such a process inherits it would keep for days. A lock that the command's caller has taken, or a pipe that it reads to its end, would never be
 //! released, and a signal that the caller ignores or blocks would never be heard.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Makes `command`'s process one that outlives this one. `kept` is the only descriptor beside the standard ones that it has of this process.
-pub fn detach(command: &mut Command, kept: Option<BorrowedFd<'_>>) {
-    let kept = kept.map(|fd| fd.as_raw_fd());
+/// Makes `command`'s process one that outlives this one. `kept` are the only descriptors beside the standard ones that it has of this process.
+pub fn detach(command: &mut Command, kept: &[BorrowedFd<'_>]) {
+    let kept: Vec<RawFd> = kept.iter().map(AsRawFd::as_raw_fd).collect();
     // SAFETY: between fork and exec only async-signal-safe system calls are made: setsid, sigaction, sigprocmask, close_range, fcntl; no allocation.
     // The descriptor is open there, as it is here.
     unsafe {
@@ -18,10 +19,22 @@ pub fn detach(command: &mut Command, kept: Option<BorrowedFd<'_>>) {
             rustix::process::setsid()?;
             take_all_signals();
             close_all_at_exec();
-            if let Some(kept) = kept {
-                rustix::io::fcntl_setfd(BorrowedFd::borrow_raw(kept), rustix::io::FdFlags::empty())?;
+            for kept in &kept {
+                rustix::io::fcntl_setfd(BorrowedFd::borrow_raw(*kept), rustix::io::FdFlags::empty())?;
             }
             Ok(())
+        });
+    }
+}
+
+/// Makes the program a child of the host's first process, or of its subreaper, which reaps it. The process that `command` starts ends at once.
+pub fn orphan(command: &mut Command) {
+    // SAFETY: between fork and exec only async-signal-safe system calls are made: fork, _exit.
+    unsafe {
+        command.pre_exec(|| match libc::fork() {
+            0 => Ok(()),
+            child if child < 0 => Err(io::Error::last_os_error()),
+            _ => libc::_exit(0),
         });
     }
 }

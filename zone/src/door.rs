@@ -20,10 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
-use serde::{Deserialize, Serialize};
 use tombolo_brief::Brief;
-
-use crate::keep::{Keep, Kept};
 
 /// The text that /proc appends to the name of a file that has been unlinked.
 const UNLINKED: &str = " (deleted)";
@@ -63,28 +60,6 @@ impl Door {
     /// The descriptor by which other processes find the door; it must stay open.
     pub fn handle(&self) -> BorrowedFd<'_> {
         self.handle.as_fd()
-    }
-}
-
-/// A door that the next program of this process keeps open.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct DoorState {
-    listener: Kept,
-    handle: Kept,
-}
-
-impl DoorState {
-    /// Notes the descriptors of a door.
-    pub fn of(door: &Door, keep: &mut Keep) -> DoorState {
-        DoorState { listener: keep.add(&door.listener), handle: keep.add(&door.handle) }
-    }
-
-    /// The door, with those who have knocked meanwhile.
-    ///
-    /// # Errors
-    /// When a descriptor is not open.
-    pub fn resume(self) -> io::Result<Door> {
-        Ok(Door { listener: UnixListener::from(self.listener.take()?).into(), handle: self.handle.take()? })
     }
 }
 

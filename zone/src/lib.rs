@@ -21,7 +21,6 @@
 //! - [`daemon`]: processes that outlive the command that starts them.
 //! - [`doorbell`]: interrupts from member to member: an ivshmem server, and a host process's own doorbell.
 //! - [`door`]: listening sockets without a name, which only the same user reaches.
-//! - [`keep`]: descriptors that outlive an execve.
 //! - [`numa`]: the NUMA nodes of a zone's memory.
 //! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
@@ -40,7 +39,6 @@ pub mod doorbell;
 pub mod error;
 pub mod format;
 pub mod header;
-pub mod keep;
 pub mod liveness;
 pub mod mem;
 pub mod member;

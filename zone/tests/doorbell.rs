@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The doorbell server and its clients, natively: well-behaved ones, ones that send garbage, ones that don't read.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use tombolo_zone::doorbell::store::{Kept, Store};
 use tombolo_zone::doorbell::{Bell, DoorbellServer, Event, wire};
-use tombolo_zone::keep::Keep;
 use tombolo_zone::{MemberId, Rights, Role, Zone, ZoneConfig};
 
 /// Longer than any operation here takes; a test that waits for it has failed.
@@ -19,14 +22,61 @@ struct Bench {
     zone: Arc<Zone>,
     server: DoorbellServer,
     events: Receiver<Event>,
+    store: Memory,
     dir: tempfile::TempDir,
+}
+
+/// What a server has had kept. The server stands still when it comes to keep something while this is locked.
+#[derive(Clone, Default)]
+struct Memory {
+    kept: Arc<Mutex<(Option<u16>, Clients)>>,
+    /// The server is at it.
+    inside: Arc<AtomicBool>,
+}
+
+type Clients = BTreeMap<u16, (Kept, Vec<OwnedFd>)>;
+
+impl Memory {
+    fn change(&self, change: impl FnOnce(&mut (Option<u16>, Clients))) {
+        self.inside.store(true, Ordering::SeqCst);
+        let mut kept = self.kept.lock().unwrap();
+        change(&mut kept);
+        self.inside.store(false, Ordering::SeqCst);
+    }
+}
+
+impl Store for Memory {
+    fn next_peer(&mut self, next: Option<u16>) {
+        self.change(|kept| kept.0 = next);
+    }
+
+    fn joined(&mut self, client: &Kept, fds: &[BorrowedFd<'_>]) {
+        let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap()).collect();
+        self.change(|kept| drop(kept.1.insert(client.peer, (*client, fds))));
+    }
+
+    fn left(&mut self, peer: u16) {
+        self.change(|kept| drop(kept.1.remove(&peer)));
+    }
 }
 
 impl Bench {
     fn new() -> Bench {
         let zone = Arc::new(Zone::create(&ZoneConfig::new("bells", 8 << 20)).unwrap());
-        let (server, events) = DoorbellServer::start(Arc::clone(&zone)).unwrap();
-        Bench { zone, server, events, dir: tempfile::tempdir().unwrap() }
+        let store = Memory::default();
+        let (server, events) =
+            DoorbellServer::start_with(Arc::clone(&zone), Box::new(store.clone())).unwrap();
+        Bench { zone, server, events, store, dir: tempfile::tempdir().unwrap() }
+    }
+
+    /// Lets the server stand still, as it waits to note that another member gets an id; that one stays connected.
+    fn pause(&self, name: &str) -> (MutexGuard<'_, (Option<u16>, Clients)>, UnixStream) {
+        let paused = self.store.kept.lock().unwrap();
+        let stream = self.server.connect(self.member(name).0).unwrap();
+        while !self.store.inside.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        (paused, stream)
     }
 
     fn member(&self, name: &str) -> (MemberId, PathBuf) {
@@ -221,19 +271,19 @@ fn of_two_clients_that_are_gone_at_once_the_others_keep_none() {
     let stays = bench.server.connect(b).unwrap();
     bench.joined(b, 1);
     // So that the second one comes before the server hears of the first one's end.
-    let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
+    let (paused, _stays_too) = bench.pause("another");
     drop(first);
     drop(bench.server.connect(c).unwrap());
     let _last = bench.server.connect(d).unwrap();
     drop(paused);
     let mut doorbells = std::collections::BTreeMap::new();
-    while !doorbells.contains_key(&3) {
+    while !doorbells.contains_key(&4) {
         match wire::receive(&stays).unwrap().expect("it was disconnected") {
             (peer, Some(doorbell)) => drop(doorbells.insert(peer, doorbell)),
             (peer, None) => drop(doorbells.remove(&peer)),
         }
     }
-    assert_eq!(doorbells.keys().copied().collect::<Vec<_>>(), [wire::SHARED_MEMORY, 1, 3]);
+    assert_eq!(doorbells.keys().copied().collect::<Vec<_>>(), [wire::SHARED_MEMORY, 1, 2, 4]);
 }
 
 #[test]
@@ -443,7 +493,7 @@ fn files_that_a_member_passes_along_and_whose_end_takes_hours_hold_up_no_other_m
     let joined = connect();
     bench.joined(a, 0);
     // So that they are passed before the server looks, and end with it.
-    let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
+    let (paused, _stays) = bench.pause("another");
     pass(&joined);
     let (waiting, unnamed) = (connect(), knock());
     pass(&waiting);
@@ -460,9 +510,46 @@ fn files_that_a_member_passes_along_and_whose_end_takes_hours_hold_up_no_other_m
     assert!(bench.server.ring(b_bell.peer()).unwrap());
     b_rings.recv_timeout(LONG).unwrap();
     // The server ends without reading these messages.
-    let (_, paused) = bench.server.pause(&mut Keep::default()).unwrap();
+    let (paused, _stays) = bench.pause("one more");
     let last = [connect(), knock()];
     last.iter().for_each(&mut pass);
     drop(paused);
     drop(bench);
+}
+
+/// As after the death of the server's process: its clients go on with the next one, which tells them of each other, and no id comes back.
+#[test]
+fn a_server_goes_on_with_the_clients_of_one_that_has_died() {
+    let bench = Bench::new();
+    let [(a, a_path), (b, b_path), (c, _), (d, _)] = ["a", "b", "c", "d"].map(|name| bench.member(name));
+    let (a_bell, a_rings) = bell(&a_path);
+    bench.joined(a, 0);
+    let (b_bell, b_rings) = bell(&b_path);
+    bench.joined(b, 1);
+    let gone = bench.server.connect(c).unwrap();
+    bench.joined(c, 2);
+    until("the third one is kept", || bench.store.kept.lock().unwrap().1.len() == 3);
+    let (next, kept) = std::mem::take(&mut *bench.store.kept.lock().unwrap());
+    let Bench { zone, server, .. } = bench;
+    // It is killed: what it has open stays open elsewhere.
+    std::mem::forget(server);
+    drop(gone);
+    let store = Memory::default();
+    let (server, events) =
+        DoorbellServer::resume(zone, kept.into_values().collect(), next, Box::new(store.clone())).unwrap();
+    match events.recv_timeout(LONG).unwrap() {
+        Event::Left { member, peer, .. } => assert_eq!((member, peer), (c, 2)),
+        other => panic!("{other:?}"),
+    }
+    let _last = server.connect(d).unwrap();
+    match events.recv_timeout(LONG).unwrap() {
+        Event::Joined { member, peer } => assert_eq!((member, peer), (d, 3)),
+        other => panic!("{other:?}"),
+    }
+    until("both know the new one", || [&a_bell, &b_bell].iter().all(|bell| bell.peers().contains(&3)));
+    assert!(a_bell.is_served() && a_bell.ring(1).unwrap() && b_bell.ring(0).unwrap());
+    b_rings.recv_timeout(LONG).unwrap();
+    a_rings.recv_timeout(LONG).unwrap();
+    assert!(server.ring(0).unwrap());
+    a_rings.recv_timeout(LONG).unwrap();
 }

@@ -7,6 +7,7 @@ pub mod page;
 pub mod plain;
 pub mod stand_in;
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -95,6 +96,36 @@ impl Lab {
             }
         }
         found
+    }
+
+    /// The processes of this lab that are shims, by their names, such as `vm-a`.
+    pub fn shims(&self) -> BTreeMap<String, u32> {
+        let name_of = |pid: u32| {
+            let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
+            let (_, rest) = line.split_once("shim\0--name\0")?;
+            Some((rest.split('\0').next()?.to_owned(), pid))
+        };
+        self.processes().into_iter().filter_map(name_of).collect()
+    }
+
+    pub fn shim(&self, name: &str) -> u32 {
+        *self.shims().get(name).unwrap_or_else(|| panic!("no shim '{name}'"))
+    }
+
+    /// Kills the supervisor and the shims of these names, and with them their children.
+    pub fn kill_with_shims(&self, names: &[&str]) {
+        let shims = names.iter().map(|name| self.shim(name));
+        let supervisor = u32::try_from(self.ps()["supervisor"].as_u64().unwrap()).unwrap();
+        let all: Vec<u32> = std::iter::once(supervisor).chain(shims).collect();
+        all.iter().for_each(|pid| signal(*pid, "KILL"));
+        let start = Instant::now();
+        // One whose parent does not ask for its end yet has no command line.
+        let lives =
+            |pid: &u32| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty());
+        while all.iter().any(lives) {
+            assert!(start.elapsed() < TIMEOUT, "{all:?} live");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Waits until no process is left.

@@ -15,20 +15,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use qapi::{Command, qmp};
-use rustix::event::{PollFd, PollFlags};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
 };
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// Time for QEMU for one command; device_add with much memory is the slowest.
 pub const REPLY: Duration = Duration::from_secs(60);
 /// The longest line that is read, in bytes. A longer one ends the connection.
 const LINE_MAX: usize = 16 << 20;
-/// The name of a command that an earlier program of this process has sent.
-const EARLIER: &str = "a command from before the upgrade";
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -79,39 +75,8 @@ pub struct Qmp {
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Held while something is read and passed on; locked before `state`. What was read and is no whole line yet.
-    unread: Mutex<Vec<u8>>,
     state: Mutex<State>,
     changed: Condvar,
-}
-
-/// The state of a connection that goes over to the next program.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub struct QmpState {
-    unread: Vec<u8>,
-    ids: u64,
-    /// The command whose reply QEMU owes.
-    owed: Option<u64>,
-    ended: bool,
-}
-
-/// A connection on which nothing is sent, read or passed on until this is dropped.
-#[derive(Debug)]
-pub struct Paused<'a> {
-    unread: MutexGuard<'a, Vec<u8>>,
-    state: MutexGuard<'a, State>,
-}
-
-impl Paused<'_> {
-    /// The state in which the connection stands still.
-    pub fn state(&self) -> QmpState {
-        QmpState {
-            unread: self.unread.clone(),
-            ids: self.state.ids,
-            owed: self.state.owed.map(|(id, _)| id),
-            ended: self.state.ended,
-        }
-    }
 }
 
 #[derive(Debug, Default)]
@@ -159,14 +124,8 @@ impl Shared {
     fn read(&self, socket: &UnixStream, event: &mut impl FnMut(&str, &Value)) {
         // A thread per VM has one: a message that is longer comes in several.
         let mut chunk = [0; 4096];
+        let mut unread = Vec::new();
         loop {
-            let mut fds = [PollFd::new(socket, PollFlags::IN)];
-            match rustix::event::poll(&mut fds, None) {
-                Err(rustix::io::Errno::INTR) => continue,
-                Err(_) => break,
-                Ok(_) => {}
-            }
-            let mut unread = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
             match self.read_some(socket, &mut chunk) {
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
                 Ok(n) if n > 0 => unread.extend_from_slice(&chunk[..n]),
@@ -177,7 +136,6 @@ impl Shared {
                 break;
             }
         }
-        let _last = self.unread.lock().unwrap_or_else(PoisonError::into_inner);
         self.lock().ended = true;
         self.changed.notify_all();
         event("", &Value::Null);
@@ -249,52 +207,39 @@ impl Qmp {
         event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
         let state = State { owed: Some((0, "greeting")), ..State::default() };
-        let qmp = Qmp::begin(socket, Vec::new(), state, event)?;
+        let qmp = Qmp::begin(socket, state, event)?;
         qmp.reply(0, "greeting", Instant::now() + limit, limit)?;
         qmp.execute(qmp::qmp_capabilities { enable: None })?;
         Ok(qmp)
     }
 
-    /// Goes on with a connection that an earlier program of this process has left; the reply that QEMU may owe has no caller any more.
+    /// Goes on with a connection that an earlier manager of this QEMU has had: late replies to it are thrown away, and events that came meanwhile are told.
     ///
     /// # Errors
     /// When no thread or descriptor can be had.
     pub fn resume(
         socket: UnixStream,
-        left: QmpState,
         event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
-        let owed = left.owed.map(|id| (id, EARLIER));
-        let state = State { ids: left.ids, owed, given_up: true, ended: left.ended, ..State::default() };
-        Qmp::begin(socket, left.unread, state, event)
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        // Larger than any of the earlier manager's, who counted from its own time.
+        let ids = u64::try_from(now.as_micros()).unwrap_or(u64::MAX / 2);
+        Qmp::begin(socket, State { ids, ..State::default() }, event)
     }
 
     fn begin(
         socket: UnixStream,
-        unread: Vec<u8>,
         state: State,
         mut event: impl FnMut(&str, &Value) + Send + 'static,
     ) -> Result<Qmp, Error> {
         let reader = socket.try_clone().map_err(|_| Error::Ended)?;
-        let shared = Shared { unread: Mutex::new(unread), state: Mutex::new(state), ..Shared::default() };
-        let shared = Arc::new(shared);
+        let shared = Arc::new(Shared { state: Mutex::new(state), ..Shared::default() });
         let own = shared.clone();
         std::thread::Builder::new()
             .name("qmp".into())
             .spawn(move || own.read(&reader, &mut event))
             .map_err(|_| Error::Ended)?;
         Ok(Qmp { socket, shared })
-    }
-
-    /// Lets the connection stand still: no command is half sent, no line is read and not passed on.
-    pub fn pause(&self) -> Paused<'_> {
-        let unread = self.shared.unread.lock().unwrap_or_else(PoisonError::into_inner);
-        Paused { unread, state: self.shared.lock() }
-    }
-
-    /// The connection's socket.
-    pub fn socket(&self) -> &UnixStream {
-        &self.socket
     }
 
     /// The process that has sent the greeting, where the socket was [made ready](ask_for_sender) to tell.
@@ -550,31 +495,19 @@ mod tests {
 
     #[test]
     fn a_connection_goes_on_in_the_middle_of_a_line_and_of_a_command() {
-        let (qmp, mut writer, mut lines) = connected();
-        let silent = qmp.execute_within(qmp::stop {}, Duration::from_millis(20));
-        assert!(matches!(silent, Err(Error::Silent { .. })), "{silent:?}");
-        assert!(lines.next().unwrap().unwrap().contains(r#""id":2"#));
-        writer.write_all(br#"{"event": "RES"#).unwrap();
-        let start = Instant::now();
-        let left = loop {
-            let left = qmp.pause().state();
-            if !left.unread.is_empty() {
-                break left;
-            }
-            assert!(start.elapsed() < REPLY);
-        };
-        let left = serde_json::from_str(&serde_json::to_string(&left).unwrap()).unwrap();
-        let socket = qmp.socket.try_clone().unwrap();
-        // As after an execve: nothing of the program before goes on.
-        std::mem::forget(qmp.pause());
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut writer = theirs.try_clone().unwrap();
+        let mut lines = BufReader::new(theirs).lines();
+        // The manager before has read the begin of the first line, and has sent the command 2.
+        writer.write_all(b"ESET\"}\n{\"event\": \"STOP\"}\n{\"return\": {}, \"id\": 2}\n").unwrap();
         let (sender, events) = mpsc::channel();
-        let next = Qmp::resume(socket, left, move |name, _| drop(sender.send(name.to_owned()))).unwrap();
-        writer.write_all(b"ET\"}\n{\"return\": {}, \"id\": 2}\n").unwrap();
-        assert_eq!(events.recv().unwrap(), "RESET");
+        let next = Qmp::resume(ours, move |name, _| drop(sender.send(name.to_owned()))).unwrap();
+        assert_eq!(events.recv().unwrap(), "STOP");
         std::thread::scope(|scope| {
             let command = scope.spawn(|| next.execute(qmp::cont {}));
-            assert!(lines.next().unwrap().unwrap().contains(r#""id":3"#));
-            writeln!(writer, r#"{{"return": {{}}, "id": 3}}"#).unwrap();
+            let sent: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+            assert!(sent["id"].as_u64().unwrap() > 1 << 40, "{sent}");
+            writeln!(writer, "{}", serde_json::json!({ "return": {}, "id": sent["id"] })).unwrap();
             command.join().unwrap().unwrap();
         });
     }

@@ -19,9 +19,11 @@ use crate::compose::{self, Project};
 use crate::machine::orphans::OfHost;
 use crate::project::control::{Event, Request};
 use crate::project::peer::{self, Peer};
+use crate::project::revival;
 use crate::project::state::{self, StateDir};
 use crate::project::stopped;
 use crate::project::supervisor;
+use crate::shim;
 
 /// Time for a supervisor to end after its last word.
 const ENDING: Duration = Duration::from_secs(5);
@@ -184,28 +186,37 @@ pub enum Command {
         /// The project's folder
         #[arg(long)]
         dir: PathBuf,
+        /// Only say whether this program could go on with what lives there
+        #[arg(long)]
+        check: bool,
+        /// Start a supervisor for what lives there without one
+        #[arg(long, conflicts_with = "check")]
+        revive: bool,
         /// The inherited connection
-        #[arg(long)]
-        control: RawFd,
+        #[arg(long, required_unless_present_any = ["check", "revive"])]
+        control: Option<RawFd>,
         /// The compose file
-        #[arg(long)]
-        file: PathBuf,
+        #[arg(long, required_unless_present_any = ["check", "revive"])]
+        file: Option<PathBuf>,
         /// The project's name
+        #[arg(long, required_unless_present_any = ["check", "revive"])]
+        name: Option<String>,
+    },
+    /// Stand beside a VM, a switch, a server or a zone (started by the supervisor)
+    #[command(hide = true)]
+    Shim {
+        /// What it is for
         #[arg(long)]
         name: String,
-    },
-    /// Go on as the supervisor that this process was in another program (started by 'upgrade')
-    #[command(hide = true)]
-    SuperviseOn {
-        /// Only say whether this program could go on with this inherited state
-        #[arg(long, conflicts_with = "state")]
-        examine: Option<RawFd>,
-        /// The inherited state
-        #[arg(long, required_unless_present = "examine")]
-        state: Option<RawFd>,
-        /// Why the program that was tried did not go on
+        /// The project's folder
         #[arg(long)]
-        refused: Option<String>,
+        dir: PathBuf,
+        /// The inherited socket
+        #[arg(long)]
+        listener: RawFd,
+        /// The inherited connection of its first manager
+        #[arg(long)]
+        manager: RawFd,
     },
 }
 
@@ -247,17 +258,25 @@ pub fn run(command: Command, json: bool) -> anyhow::Result<ExitCode> {
             client::console(&file.identify()?, &vm)?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Supervise { dir, control, file, name } => {
-            // The first request brings the content of the file.
-            supervisor::run(Project { name, file, compose: compose::Compose::default() }, &dir, control)?;
+        Command::Supervise { dir, check: true, .. } => {
+            supervisor::check(&StateDir::at(dir))?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::SuperviseOn { examine, state, refused } => {
-            match (examine, state) {
-                (Some(state), _) => supervisor::examine(state)?,
-                (None, Some(state)) => supervisor::go_on(state, refused)?,
-                (None, None) => anyhow::bail!("there is no state to go on with"),
-            }
+        Command::Supervise { dir, revive: true, .. } => {
+            revival::revive(&dir)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Supervise { dir, control, file, name, .. } => {
+            let all = control.zip(file).zip(name).context("arguments are missing")?;
+            let ((control, file), name) = all;
+            // The first request brings the content of the file, where no supervisor before has noted it.
+            let given = Project { name, file, compose: compose::Compose::default() };
+            supervisor::run(revival::noted(&dir).unwrap_or(given), &dir, control)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        // The name is for those who look at the list of processes.
+        Command::Shim { listener, manager, dir, name: _ } => {
+            shim::process::run(listener, manager, Some(dir))?;
             Ok(ExitCode::SUCCESS)
         }
     }

@@ -3,9 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
@@ -16,21 +14,19 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use rustix::termios::{OptionalActions, Termios};
 
-use tombolo_zone::daemon;
-
 use crate::compose::Project;
 use crate::project::control::{Event, Feed, Request, Stage, Status};
 use crate::project::peer::{self, Peer};
+use crate::project::revival;
 use crate::project::session::{self, Signals};
 use crate::project::silent;
 use crate::project::state::{self, Found, StateDir};
-use crate::qemu::start::no_process;
 use crate::thread;
 
 /// Times that a start is tried when other commands start or end the same project at the same moment.
 const TRIES: u32 = 50;
 /// Time for a supervisor to answer `ps`.
-const STATUS: Duration = Duration::from_secs(5);
+pub const STATUS: Duration = Duration::from_secs(5);
 /// Bytes of input sent at once.
 const CHUNK: usize = 256 << 10;
 /// The exit code after a signal, as of other commands.
@@ -48,7 +44,8 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
             return Ok(peer);
         }
         let dir = StateDir::of(&project.file)?;
-        if let Some(mut peer) = spawn(project, &dir)? {
+        state::base_dir()?;
+        if let Some(mut peer) = revival::start(None, project, &dir)? {
             let Err(e) = peer.send(request) else { return Ok(peer) };
             // One that could not begin says why, and hears nothing any more.
             match peer.receive::<Event>() {
@@ -64,31 +61,6 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
         project.name,
         StateDir::of(&project.file)?.path().display()
     )
-}
-
-/// Starts a supervisor; `None` when another one was faster.
-fn spawn(project: &Project, dir: &StateDir) -> anyhow::Result<Option<Peer>> {
-    state::base_dir()?;
-    let (ours, theirs) = UnixStream::pair()?;
-    let theirs = OwnedFd::from(theirs);
-    let number = theirs.as_raw_fd();
-    let mut command = crate::child::own_program();
-    command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
-    command.arg("--file").arg(&project.file).arg("--name").arg(&project.name);
-    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    daemon::detach(&mut command, Some(theirs.as_fd()));
-    let started = command.spawn().map_err(|e| no_process(&e)).context("the supervisor can't be started")?;
-    drop(theirs);
-    let mut peer = Peer::new(ours);
-    peer.watch(started.id());
-    let begun = peer.receive::<Event>().context("the supervisor ended before it said anything")?;
-    match begun {
-        Some(Event::Note { .. }) => Ok(Some(peer)),
-        Some(Event::Taken) => Ok(None),
-        Some(Event::Failed { message }) => anyhow::bail!("{message}"),
-        Some(other) => anyhow::bail!("the supervisor began with {other:?}"),
-        None => anyhow::bail!("the supervisor ended before it said anything"),
-    }
 }
 
 /// Asks the project's supervisor, which must live.
@@ -144,7 +116,7 @@ pub fn status_within(found: &Found, longest: Duration) -> anyhow::Result<Option<
         .and_then(|peer| peer.map_or(Ok(None), |mut peer| receive_status(&mut peer)));
     asked.map_err(|e| {
         let folder = found.dir().file_name().unwrap_or_default().to_string_lossy();
-        anyhow::anyhow!("{folder}: {e:#}; {}", silent::describe(found.process))
+        anyhow::anyhow!("{folder}: {e:#}; {}", silent::describe(found.dir()))
     })
 }
 
@@ -283,18 +255,20 @@ fn follow_events(
             Some(_) => {}
             None if left.load(Ordering::Acquire) => return Ok(Outcome::Left),
             None if interrupted.load(Ordering::Acquire) => return Ok(Outcome::Interrupted),
-            None => return Err(peer.broken("the supervisor died; everything it had started is gone with it")),
+            None => {
+                return Err(
+                    peer.broken("the supervisor died; 'tombolo ps' shows what runs on, 'tombolo up' goes on")
+                );
+            }
         }
     }
 }
 
-/// Waits for one of these signals or the supervisor's end, for `up --attach`.
+/// Waits for one of these signals or the project's end, for `up --attach`. A supervisor that dies is followed by another one.
 ///
 /// # Errors
-/// When the supervisor can't be reached.
+/// The project has ended.
 pub fn attach(project: &Project, signals: Signals) -> anyhow::Result<()> {
-    let peer = living(project, &Request::Attend)?;
-    let (_, socket) = peer.into_raw();
     let over = Arc::new(AtomicBool::new(false));
     let seen = over.clone();
     thread::start("signals", move || {
@@ -302,10 +276,12 @@ pub fn attach(project: &Project, signals: Signals) -> anyhow::Result<()> {
             seen.store(true, Ordering::Release);
         }
     })?;
-    if session::wait_hangup(&socket, &over) {
-        anyhow::bail!("the supervisor ended");
+    loop {
+        let (_, socket) = living(project, &Request::Attend)?.into_raw();
+        if !session::wait_hangup(&socket, &over) {
+            return Ok(());
+        }
     }
-    Ok(())
 }
 
 /// Runs a command in a guest with this process's input and output: its exit code.

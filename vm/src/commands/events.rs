@@ -35,23 +35,25 @@ fn parse_time(text: &str) -> Result<SystemTime, String> {
 /// Prints events until the project is down.
 ///
 /// # Errors
-/// When the project is not up, its supervisor dies, or this command is too slow for it.
+/// When the project is not up, or this command is too slow for it.
 pub fn run(options: &Options, json: bool) -> anyhow::Result<ExitCode> {
     let since =
         options.since.map(|t| t.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64());
     let project = options.file.identify()?;
     let dir = StateDir::of(&project.file)?;
     let mut peer = client::living(&project, &Request::Events { since })?;
-    while let Some(event) = peer.receive::<Event>()? {
-        if let Event::Happened(entry) = event {
-            say(&if json { serde_json::to_string(&entry)? } else { entry.to_string() })?;
+    loop {
+        while let Some(event) = peer.receive::<Event>()? {
+            if let Event::Happened(entry) = event {
+                say(&if json { serde_json::to_string(&entry)? } else { entry.to_string() })?;
+            }
         }
+        // A supervisor that was told to end takes its folder along; one that has died is followed by another, which knows of nothing before.
+        if !dir.path().exists() {
+            return Ok(ExitCode::SUCCESS);
+        }
+        peer = client::living(&project, &Request::Events { since: Some(0.0) })?;
     }
-    // A supervisor that was told to end takes its folder along.
-    if dir.path().exists() {
-        return Err(peer.broken("the supervisor died; everything it had started is gone with it"));
-    }
-    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]

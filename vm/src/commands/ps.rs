@@ -30,8 +30,14 @@ pub(super) fn ps(file: &File, all: bool, wait: Option<u64>, json: bool) -> anyho
         }
     } else {
         let project = file.identify()?;
-        let supervisor = state::supervisor(&project.file)?;
-        let mut found = supervisor.map(|found| client::status_within(&found, longest)).transpose()?.flatten();
+        let mut found = None;
+        // One that has ended before it heard the question may be followed by another.
+        while let Some(supervisor) = state::supervisor(&project.file)? {
+            found = client::status_within(&supervisor, longest)?;
+            if found.is_some() {
+                break;
+            }
+        }
         net::note_up(found.iter_mut().flat_map(|status| &mut status.networks), longest);
         if json {
             let status = found.clone().unwrap_or_else(|| Status::down(&project));
@@ -108,7 +114,7 @@ fn table(status: &Status) -> String {
         let mut rows = vec![["ZONE", "SIZE", "BACKING", "MEMBERS"].map(str::to_owned)];
         for zone in &status.zones {
             let members = if zone.members.is_empty() { "-".into() } else { zone.members.join(",") };
-            let trouble = zone.trouble.clone().or_else(|| zone.lost.then(|| "cut short!".to_owned()));
+            let trouble = zone.lost.then(|| "cut short!".to_owned());
             let backing = zone.backing.clone();
             let backing = trouble.map_or(backing.clone(), |trouble| format!("{backing} ({trouble})"));
             rows.push([zone.name.clone(), Size(zone.size).to_string(), backing, members]);

@@ -10,12 +10,11 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use qapi::{Command, Execute, qga};
 use serde::Deserialize;
-use tombolo_zone::keep::{Keep, Kept};
 
 use crate::project::state::random_hex;
 
@@ -56,11 +55,6 @@ pub enum Error {
     /// QEMU is gone.
     #[error("the VM has ended")]
     Ended,
-    /// An upgrade has lost the connection.
-    #[error(
-        "the connection to the guest agent was lost in an upgrade; 'tombolo restart' starts the VM again, with a new one"
-    )]
-    Lost,
     /// A reply of another shape.
     #[error("the guest agent's reply to {command} is not understood: {message}")]
     Shape { command: &'static str, message: String },
@@ -78,8 +72,6 @@ pub trait Calls {
 /// The agent of one VM.
 #[derive(Debug)]
 pub struct Agent {
-    /// The connection, for the next program of this process; `None`: this one could not take it over.
-    socket: Option<Arc<UnixStream>>,
     /// None: a request has it.
     line: Mutex<Option<Line>>,
     freed: Condvar,
@@ -90,10 +82,10 @@ pub struct Agent {
 
 #[derive(Debug)]
 struct Line {
-    socket: Arc<UnixStream>,
+    socket: UnixStream,
     buffer: Vec<u8>,
     in_step: bool,
-    /// The number of the last synchronization. It begins anywhere: a late reply to another program of this process has another one.
+    /// The number of the last synchronization. It begins anywhere: a late reply to an earlier manager has another one.
     next: u32,
 }
 
@@ -116,32 +108,9 @@ impl Calls for Farewell<'_> {
 impl Agent {
     /// An agent behind `socket`, which need not be there yet.
     pub fn new(socket: UnixStream) -> Agent {
-        let socket = Arc::new(socket);
-        let line = Line { socket: socket.clone(), buffer: Vec::new(), in_step: false, next: any_number() };
+        let line = Line { socket, buffer: Vec::new(), in_step: false, next: any_number() };
         let (line, freed) = (Mutex::new(Some(line)), Condvar::new());
-        Agent { socket: Some(socket), line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
-    }
-
-    /// An agent that can't be reached.
-    pub fn lost() -> Agent {
-        let (line, freed) = (Mutex::default(), Condvar::new());
-        Agent { socket: None, line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
-    }
-
-    /// Notes the connection for the next program, which brings it back in step by itself.
-    pub fn hand_over(&self, keep: &mut Keep) -> (Option<Kept>, bool) {
-        (self.socket.as_ref().map(|socket| keep.add(socket)), self.retired.load(Ordering::Acquire))
-    }
-
-    /// Goes on with the agent that the program before has left.
-    ///
-    /// # Errors
-    /// When its descriptor is not open.
-    pub fn take_over((socket, retired): (Option<Kept>, bool)) -> std::io::Result<Agent> {
-        let Some(socket) = socket else { return Ok(Agent::lost()) };
-        let agent = Agent::new(socket.take()?.into());
-        agent.retired.store(retired, Ordering::Release);
-        Ok(agent)
+        Agent { line, freed, retired: AtomicBool::new(false), asked: Mutex::default() }
     }
 
     /// Returns whether the agent answers within `limit`.
@@ -165,9 +134,6 @@ impl Agent {
         over: &dyn Fn() -> bool,
     ) -> Result<C::Ok, Error> {
         let shape = |message: String| Error::Shape { command: C::NAME, message };
-        if self.socket.is_none() {
-            return Err(Error::Lost);
-        }
         let text = serde_json::to_vec(&Execute::<C>::from(command)).map_err(|e| shape(e.to_string()))?;
         let deadline = Instant::now() + limit;
         let mut line = self.take(C::NAME, limit, deadline, over)?;
@@ -293,7 +259,7 @@ impl Line {
         while !rest.is_empty() {
             let slice = wait.slice(command)?;
             self.socket.set_write_timeout(Some(slice)).map_err(|_| Error::Ended)?;
-            match (&*self.socket).write(rest) {
+            match (&self.socket).write(rest) {
                 Ok(n) => rest = &rest[n..],
                 Err(e) if is_pause(&e) => {}
                 Err(_) => return Err(Error::Ended),
@@ -322,7 +288,7 @@ impl Line {
             let slice = wait.slice(command)?;
             self.socket.set_read_timeout(Some(slice)).map_err(|_| Error::Ended)?;
             let mut chunk = [0; 64 << 10];
-            match (&*self.socket).read(&mut chunk) {
+            match (&self.socket).read(&mut chunk) {
                 Ok(0) => return Err(Error::Ended),
                 Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
                 Err(e) if is_pause(&e) => {}

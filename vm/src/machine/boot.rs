@@ -75,7 +75,7 @@ impl Machine {
     fn isolate(&self, plan: &VmPlan, threads: &[Thread]) -> anyhow::Result<()> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let group = held.group.as_ref().context("QEMU has ended")?;
-        let owner = Owner::new(&self.name, std::process::id())?;
+        let owner = Owner::new(&self.name, self.shim.pid())?;
         let threads: Vec<u32> = threads.iter().map(|thread| thread.thread).collect();
         let (store, cpus) = (Store::of_user()?, plan.isolated_cpus());
         let partition = Partition::make(&mut Kernel, &store, owner, group.path(), &cpus, &threads)?;

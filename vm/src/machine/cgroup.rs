@@ -103,7 +103,7 @@ impl Group {
         &self.path
     }
 
-    /// The group of a VM that runs on, which the program before has made.
+    /// The group of a VM that runs on, which an earlier supervisor has made.
     ///
     /// # Errors
     /// When it is gone.

@@ -119,18 +119,18 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// Hands the VM's devices to vfio-pci.
+    /// Hands the VM's devices to vfio-pci; they are the VM's as long as the process `owner` lives.
     ///
     /// # Errors
     /// When one can't be had; then none was taken.
-    pub fn take(name: &str, spec: &VmSpec) -> anyhow::Result<Taken> {
+    pub fn take(name: &str, spec: &VmSpec, owner: u32) -> anyhow::Result<Taken> {
         if spec.devices.is_empty() {
             return Ok(Taken { devices: Vec::new() });
         }
         let host = Host::at("/");
         let plan = plan(&host.devices()?, host.has_iommu(), &spec.addresses(), spec.whole_group)
             .with_context(|| format!("vm.{name}.devices"))?;
-        let owner = Owner::new(name, std::process::id())?;
+        let owner = Owner::new(name, owner)?;
         let devices = bind::bind(&host, &mut Kernel, &Store::of_host(), &plan, Some(&owner))?;
         Ok(Taken { devices })
     }
@@ -142,7 +142,7 @@ impl Taken {
         &self.devices
     }
 
-    /// Devices that the program before has taken for a VM that runs on.
+    /// Devices that an earlier supervisor has taken for a VM that runs on.
     pub fn take_over(devices: Vec<Address>) -> Taken {
         Taken { devices }
     }

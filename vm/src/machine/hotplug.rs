@@ -87,11 +87,17 @@ impl Ports {
         Ports { vm: vm.to_owned(), count, free, attached: 0, undo: Vec::new(), memory }
     }
 
-    /// Adds a zone's devices, or only a new doorbell where its memory is there since an earlier membership.
+    /// Adds a zone's devices, or only a new doorbell where its memory is there since an earlier membership. `save` gets the state before each step.
     ///
     /// # Errors
     /// See [`Failure`].
-    pub(super) fn attach(&mut self, qmp: &Qmp, zone: &str, invitation: &Invitation) -> Result<(), Failure> {
+    pub(super) fn attach(
+        &mut self,
+        qmp: &Qmp,
+        zone: &str,
+        invitation: &Invitation,
+        save: &dyn Fn(&Ports),
+    ) -> Result<(), Failure> {
         let undone = |e: Error| Failure::Undone(e.to_string());
         let has_memory = match self.memory.get(zone) {
             Some(read_only) if *read_only != invitation.read_only => {
@@ -105,7 +111,7 @@ impl Ports {
             known => known.is_some(),
         };
         self.settle(qmp).map_err(undone)?;
-        let Some(port) = self.free.pop() else {
+        let Some(&port) = self.free.last() else {
             return Err(Failure::Undone(format!(
                 "the VM '{vm}' has no free port for another zone; raise vm.{vm}.hotplug_ports (now {}) and start it again",
                 self.count,
@@ -114,27 +120,24 @@ impl Ports {
         };
         self.attached += 1;
         let attached = self
-            .liveness(qmp, zone, invitation)
-            .and_then(|()| self.doorbell(qmp, zone, port, has_memory, invitation))
-            .and_then(|()| if has_memory { Ok(()) } else { self.memory(qmp, zone, port, invitation) });
-        match attached {
-            Ok(()) => {
-                self.undo.clear();
-                self.memory.insert(zone.to_owned(), invitation.read_only);
-                Ok(())
-            }
-            Err((e, true)) => {
-                self.undo.clear();
-                self.memory.insert(zone.to_owned(), invitation.read_only);
-                Err(Failure::Open(e))
-            }
+            .liveness(qmp, zone, invitation, save)
+            .and_then(|()| self.doorbell(qmp, zone, port, has_memory, invitation, save))
+            .and_then(|()| if has_memory { Ok(()) } else { self.memory(qmp, zone, port, invitation, save) });
+        let attached = match attached {
             Err((e, false)) => {
-                self.free.push(port);
                 // A step that can't be undone now is undone before the next attachment.
                 let _later = self.settle(qmp);
                 Err(undone(e))
             }
-        }
+            done => {
+                self.undo.clear();
+                self.free.pop();
+                self.memory.insert(zone.to_owned(), invitation.read_only);
+                done.map_err(|(e, _)| Failure::Open(e))
+            }
+        };
+        save(self);
+        attached
     }
 
     /// Undoes the steps that an earlier attachment has left.
@@ -154,17 +157,25 @@ impl Ports {
         &mut self,
         undo: Command,
         arguments: Value,
+        save: &dyn Fn(&Ports),
         step: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), (Error, bool)> {
         self.undo.push(Undo { command: undo, arguments });
+        save(self);
         step().map_err(|e| (e, false))
     }
 
     /// Gives QEMU a copy of the descriptor by which the VM is held. It keeps it until its end; once the VM has left the zone, that holds nothing.
-    fn liveness(&mut self, qmp: &Qmp, zone: &str, invitation: &Invitation) -> Result<(), (Error, bool)> {
+    fn liveness(
+        &mut self,
+        qmp: &Qmp,
+        zone: &str,
+        invitation: &Invitation,
+        save: &dyn Fn(&Ports),
+    ) -> Result<(), (Error, bool)> {
         let Some(liveness) = &invitation.liveness else { return Ok(()) };
         let name = format!("alive-{zone}.{}", self.attached);
-        self.step(Command::Closefd, json!({ "fdname": name }), || {
+        self.step(Command::Closefd, json!({ "fdname": name }), save, || {
             let getfd = qmp::getfd { fdname: name.clone() };
             qmp.execute_with(getfd, Some(liveness.as_fd()), STEP).map(drop)
         })
@@ -177,10 +188,11 @@ impl Ports {
         port: u32,
         alone: bool,
         invitation: &Invitation,
+        save: &dyn Fn(&Ports),
     ) -> Result<(), (Error, bool)> {
         let name = format!("bell-{zone}.{}", self.attached);
         let id = format!("doorbell-{zone}.{}", self.attached);
-        self.step(Command::Closefd, json!({ "fdname": name }), || {
+        self.step(Command::Closefd, json!({ "fdname": name }), save, || {
             let getfd = qmp::getfd { fdname: name.clone() };
             qmp.execute_with(getfd, Some(invitation.doorbell.as_fd()), STEP).map(drop)
         })?;
@@ -189,7 +201,7 @@ impl Ports {
                 "addr": { "type": "fd", "data": { "str": name } }, "server": false,
             } },
         });
-        self.step(Command::ChardevRemove, json!({ "id": name }), || {
+        self.step(Command::ChardevRemove, json!({ "id": name }), save, || {
             qmp.execute_value("chardev-add", &chardev).map(drop)
         })?;
         let device = json!({
@@ -199,7 +211,7 @@ impl Ports {
         if alone {
             return last(qmp, &device);
         }
-        self.step(Command::DeviceDel, json!({ "id": id }), || {
+        self.step(Command::DeviceDel, json!({ "id": id }), save, || {
             qmp.execute_value("device_add", &device).map(drop)
         })
     }
@@ -210,11 +222,12 @@ impl Ports {
         zone: &str,
         port: u32,
         invitation: &Invitation,
+        save: &dyn Fn(&Ports),
     ) -> Result<(), (Error, bool)> {
         let set = self.attached;
         let object = format!("zone-{zone}.{}", self.attached);
         let mut number = 0;
-        self.step(Command::RemoveFd, json!({ "fdset-id": set }), || {
+        self.step(Command::RemoveFd, json!({ "fdset-id": set }), save, || {
             let add = qmp::add_fd { fdset_id: Some(set), opaque: None };
             number = qmp.execute_with(add, Some(invitation.memory.as_fd()), STEP)?.fd;
             Ok(())
@@ -223,7 +236,7 @@ impl Ports {
             "qom-type": "memory-backend-file", "id": object, "share": true, "readonly": invitation.read_only,
             "mem-path": format!("/proc/self/fd/{number}"), "size": invitation.size,
         });
-        self.step(Command::ObjectDel, json!({ "id": object }), || {
+        self.step(Command::ObjectDel, json!({ "id": object }), save, || {
             qmp.execute_value("object-add", &backend).map(drop)
         })?;
         // QEMU has mapped it; the descriptor itself is not needed any more.
@@ -259,6 +272,7 @@ impl Machine {
         let attached = self.attach_device(zone, invitation);
         if !matches!(attached, Err(Failure::Undone(_))) {
             self.lock().zones.insert(zone.to_owned(), zone_use.clone());
+            self.save();
         }
         attached
     }
@@ -269,7 +283,8 @@ impl Machine {
     /// As [`Machine::attach_zone`].
     pub fn attach_device(&self, name: &str, invitation: &Invitation) -> Result<(), Failure> {
         let qmp = self.qmp().map_err(|e| Failure::Undone(e.to_string()))?;
-        self.ports.lock().unwrap_or_else(PoisonError::into_inner).attach(qmp, name, invitation)
+        let save = |ports: &Ports| self.save_ports(ports);
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner).attach(qmp, name, invitation, &save)
     }
 
     /// The VM's memberships in zones of the compose file, those attached later included.
@@ -280,6 +295,7 @@ impl Machine {
     /// Notes that the VM is no longer a member of `zone`.
     pub fn forget_zone(&self, zone: &str) {
         self.lock().zones.remove(zone);
+        self.save();
     }
 }
 
@@ -326,7 +342,7 @@ mod tests {
     fn invitation(read_only: bool) -> Invitation {
         let (doorbell, _) = UnixStream::pair().unwrap();
         let memory = crate::child::memory_file("zone", b"x").unwrap();
-        Invitation { memory, size: 1 << 20, read_only, doorbell, liveness: None }
+        Invitation { uuid: "u".into(), memory, size: 1 << 20, read_only, doorbell, liveness: None }
     }
 
     #[test]
@@ -347,7 +363,7 @@ mod tests {
                 it && std::mem::take(&mut *first.lock().unwrap())
             });
             let mut ports = Ports::new("a", 1, BTreeMap::new());
-            let failed = ports.attach(&qmp, "z", &invitation(false));
+            let failed = ports.attach(&qmp, "z", &invitation(false), &|_| ());
             assert!(matches!(failed, Err(Failure::Undone(_))), "{failing}: {failed:?}");
             let mut left: Vec<String> = Vec::new();
             for line in done.lock().unwrap().drain(..) {
@@ -361,9 +377,13 @@ mod tests {
             }
             assert_eq!(left, Vec::<String>::new(), "after {failing}");
             // The only port takes the next one.
-            ports.attach(&qmp, "z", &invitation(false)).unwrap();
+            ports.attach(&qmp, "z", &invitation(false), &|_| ()).unwrap();
             assert!(
-                ports.attach(&qmp, "y", &invitation(false)).unwrap_err().to_string().contains("no free port")
+                ports
+                    .attach(&qmp, "y", &invitation(false), &|_| ())
+                    .unwrap_err()
+                    .to_string()
+                    .contains("no free port")
             );
         }
     }
@@ -371,7 +391,7 @@ mod tests {
     #[test]
     fn the_guest_sees_the_memory_last() {
         let (qmp, done) = qemu(|_, _| false);
-        Ports::new("a", 1, BTreeMap::new()).attach(&qmp, "z", &invitation(false)).unwrap();
+        Ports::new("a", 1, BTreeMap::new()).attach(&qmp, "z", &invitation(false), &|_| ()).unwrap();
         assert_eq!(done.lock().unwrap().last().unwrap(), "device_add pmem-z.1");
     }
 
@@ -379,9 +399,9 @@ mod tests {
     fn a_zone_that_was_left_comes_back_with_a_doorbell_alone_and_with_the_rights_it_had() {
         let (qmp, done) = qemu(|_, _| false);
         let mut ports = Ports::new("a", 2, BTreeMap::from([("z".to_owned(), true)]));
-        let refused = ports.attach(&qmp, "z", &invitation(false)).unwrap_err();
+        let refused = ports.attach(&qmp, "z", &invitation(false), &|_| ()).unwrap_err();
         assert!(refused.to_string().contains("read-only; stock QEMU can't unplug it"), "{refused}");
-        ports.attach(&qmp, "z", &invitation(true)).unwrap();
+        ports.attach(&qmp, "z", &invitation(true), &|_| ()).unwrap();
         assert_eq!(
             *done.lock().unwrap(),
             ["getfd bell-z.1", "chardev-add bell-z.1", "device_add doorbell-z.1"]

@@ -5,12 +5,13 @@
 //! the file system.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,35 +23,21 @@ use super::hotplug::Ports;
 use super::partition;
 use super::state::State;
 use super::{Exit, Held, Machine, Phase, QUIT, Start};
-use crate::child::leash::Leash;
-use crate::child::{self, Guarded, Handle};
+use crate::child::Handle;
 use crate::compose::Ready;
 use crate::compose::disks::Format;
 use crate::guest::agent::Agent;
-use crate::project::barrier::{BACKGROUND, Inside};
 use crate::project::zones::Invitation;
 use crate::qemu::cmdline::{self, Plan, ZoneDevice};
 use crate::qemu::console::Console;
 use crate::qemu::qmp::{self, Qmp};
+use crate::shim::handle::{Inherited, Started};
+use crate::shim::{Order, Place, Stream};
 
 /// Time for QEMU to fill memory that is bound to nodes: a terabyte takes minutes.
 const FILL: Duration = Duration::from_secs(1800);
 
-/// Descriptors that QEMU inherits.
-#[derive(Default)]
-struct Inherited(Vec<OwnedFd>);
-
-impl Inherited {
-    /// Adds a descriptor and returns its number, which is the same in QEMU.
-    fn add(&mut self, fd: impl Into<OwnedFd>) -> RawFd {
-        let fd = fd.into();
-        let number = fd.as_raw_fd();
-        self.0.push(fd);
-        number
-    }
-}
-
-/// One side of the sockets between this process and a QEMU.
+/// One side of the sockets of a QEMU. The shim has the other side of the console and of the log; it keeps a copy of the others for the next supervisor.
 struct Sockets {
     monitor: UnixStream,
     console: UnixStream,
@@ -81,11 +68,13 @@ fn zone_devices(start: &mut Start<'_>, inherited: &mut Inherited) -> Vec<ZoneDev
         mem::take(&mut start.accelerators).into_iter().map(|(name, i)| (format!("accel.{name}"), i));
     zones
         .chain(accelerators)
-        .map(|(name, Invitation { memory, size, read_only, doorbell, liveness })| {
+        .map(|(name, Invitation { uuid, memory, size, read_only, doorbell, liveness })| {
             // QEMU only holds it.
-            inherited.0.extend(liveness);
+            if let Some(held) = liveness {
+                inherited.add(held);
+            }
             let (memory, doorbell) = (inherited.add(memory), inherited.add(doorbell));
-            ZoneDevice { name, memory, size, read_only, doorbell }
+            ZoneDevice { name, uuid, memory, size, read_only, doorbell }
         })
         .collect()
 }
@@ -109,13 +98,23 @@ fn bypass_port(bypass: ForQemu, inherited: &mut Inherited) -> RawFd {
     inherited.add(bypass.port)
 }
 
-/// QEMU's command, and its leash. It does not let the guest run yet (`-S`).
-fn command(
+/// The console and QEMU's log.
+fn consoles(start: &Start<'_>) -> anyhow::Result<(Arc<Console>, Arc<Console>)> {
+    let pattern = match &start.spec.ready {
+        Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
+        _ => None,
+    };
+    let console = Console::start(&start.shim, Stream::Console, pattern)?;
+    Ok((console, Console::start(&start.shim, Stream::Log, None)?))
+}
+
+/// What the shim is to start. It does not let the guest run yet (`-S`).
+fn order(
     start: &mut Start<'_>,
     qemus: Sockets,
     bypass: Option<ForQemu>,
     inherited: &mut Inherited,
-) -> anyhow::Result<(Command, Leash)> {
+) -> anyhow::Result<Order> {
     let zones = zone_devices(start, inherited);
     let mut drives = mem::take(&mut start.drives);
     drives.extend(start.seed.take().map(|seed| seed_drive(seed, inherited)));
@@ -135,51 +134,48 @@ fn command(
         placement: start.placement.as_ref(),
         bypass: bypass.map(|bypass| bypass_port(bypass, inherited)),
     };
-    let mut command = Command::new(&start.qemu.program);
-    command.args(cmdline::arguments(&plan)?).arg("-S");
-    command.stdin(Stdio::null());
-    command.stdout(Stdio::from(OwnedFd::from(qemus.log.try_clone()?)));
-    command.stderr(Stdio::from(OwnedFd::from(qemus.log)));
-    child::tie(&mut command, &inherited.0);
-    child::shield(&mut command);
-    let leash = Leash::put(&mut command)?;
-    if let Some(group) = &start.group {
-        child::enter(&mut command, group.procs())?;
-    }
-    Ok((command, leash))
+    let arguments = cmdline::arguments(&plan)?.into_iter().map(OsString::into_string);
+    let mut arguments = arguments
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|text| anyhow::anyhow!("{} is not UTF-8", text.to_string_lossy()))?;
+    arguments.push("-S".into());
+    Ok(Order { program: Some(start.qemu.program.clone()), arguments, shielded: true, ..Order::default() })
 }
 
-/// The console and QEMU's log. Those of the machine before go on, if there is one.
-fn consoles(
+/// Starts QEMU as the child of the VM's shim.
+fn run(
     start: &Start<'_>,
-    console: UnixStream,
-    log: UnixStream,
-) -> anyhow::Result<(Arc<Console>, Arc<Console>)> {
-    let pattern = match &start.spec.ready {
-        Ready::Console(regex) => Some(regex_lite::Regex::new(regex)?),
-        _ => None,
-    };
-    let Some(before) = start.before else {
-        let console = Console::start(console, &start.dir.console_log(start.name), pattern)?;
-        return Ok((console, Console::start(log, &start.dir.qemu_log(start.name), None)?));
-    };
-    before.console.resume(console, pattern)?;
-    before.log.resume(log, None)?;
-    Ok((before.console.clone(), before.log.clone()))
+    mut order: Order,
+    own: &Sockets,
+    log: &UnixStream,
+    inherited: &Inherited,
+) -> anyhow::Result<Started> {
+    let streams = [
+        (Stream::Console, start.dir.console_log(start.name), &own.console),
+        (Stream::Log, start.dir.qemu_log(start.name), &own.log),
+    ];
+    let streams =
+        streams.into_iter().map(|(stream, log, socket)| (Place::Stream(stream, log), socket.as_fd()));
+    let group = start.group.iter().map(|group| (Place::Group, group.procs().as_fd()));
+    let output = [1, 2].map(|number| (Place::Child(number), log.as_fd()));
+    let fds = inherited.all().map(|(fd, number)| (Place::Child(number), fd));
+    let (places, fds): (Vec<Place>, Vec<BorrowedFd<'_>>) =
+        streams.chain(group).chain(output).chain(fds).unzip();
+    order.places = places;
+    start.shim.run(order, &fds)
 }
 
 impl Machine {
     /// Starts QEMU and waits until its monitor answers. The guest does not run yet: see [`Machine::follow`]. `registered` gets the machine
     /// before that wait, which [`Machine::cancel`] ends.
     ///
-    /// When QEMU has ended, a thread of its own calls `ended` once. `ended` must call [`Machine::set_ended`], and drop its third argument
-    /// when everything that follows from the end has been noted.
+    /// When QEMU has ended, a thread of its own calls `ended` once. `ended` must call [`Machine::set_ended`].
     ///
     /// # Errors
     /// QEMU can't be started, or its monitor does not answer. In the second case `ended` is called.
     pub fn start(
         mut start: Start<'_>,
-        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+        ended: impl FnOnce(&Arc<Machine>, Exit) + Send + 'static,
         registered: impl FnOnce(&Arc<Machine>),
     ) -> anyhow::Result<Arc<Machine>> {
         let started = Instant::now();
@@ -190,11 +186,12 @@ impl Machine {
         let (own, qemus) = Sockets::pairs()?;
         let mut inherited = Inherited::default();
         let (prepared, bypass) = Prepared::of(start.spec)?.unzip();
-        let (command, leash) = command(&mut start, qemus, bypass, &mut inherited)?;
-        let (console, log) = consoles(&start, own.console, own.log)?;
-        let qemu = Guarded::spawn(command)?;
-        // While this process has QEMU's side of a socket open, it does not see the end of that socket.
-        drop(inherited);
+        let log = qemus.log.try_clone()?;
+        let order = order(&mut start, qemus, bypass, &mut inherited)?;
+        let qemu = run(&start, order, &own, &log, &inherited)?;
+        // While a process has QEMU's side of a socket open, nobody sees the end of that socket.
+        drop((inherited, log));
+        let (console, log) = consoles(&start)?;
         let restarted = start.attempt.is_some();
         let machine = Arc::new(Machine {
             name: start.name.to_owned(),
@@ -202,12 +199,13 @@ impl Machine {
             folder: start.folder,
             hypervisor: start.hypervisor,
             started,
+            shim: start.shim,
             console,
             log,
-            agent: Agent::new(own.agent),
+            agent: Agent::new(own.agent.try_clone()?),
             qmp: OnceLock::new(),
-            process: qemu.handle()?,
-            pid: qemu.pid(),
+            process: qemu.process,
+            pid: qemu.pid,
             state: Mutex::new(State::booting(zones)),
             changed: Condvar::new(),
             cancelled: AtomicBool::new(false),
@@ -221,16 +219,12 @@ impl Machine {
             threads: OnceLock::new(),
             isolated: OnceLock::new(),
             ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),
-            held: Mutex::new(Held {
-                leash: Some(leash),
-                devices: start.devices,
-                group: start.group,
-                ..Held::default()
-            }),
+            held: Mutex::new(Held { devices: start.devices, group: start.group, ..Held::default() }),
         });
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
-        machine.watch(Ok(qemu), ended)?;
+        machine.keep(&own.monitor, &own.agent)?;
+        machine.watch(ended)?;
         registered(&machine);
         machine.connect(own.monitor)?;
         if let Some(prepared) = prepared {
@@ -299,24 +293,15 @@ impl Machine {
         Ok(())
     }
 
-    /// Starts the thread that waits for QEMU's end and calls `ended`; also that of a QEMU that is lost, in these words.
+    /// Starts the thread that waits for QEMU's end and calls `ended`.
     pub(super) fn watch(
         self: &Arc<Self>,
-        qemu: Result<Guarded, String>,
-        ended: impl FnOnce(&Arc<Machine>, Exit, Inside) + Send + 'static,
+        ended: impl FnOnce(&Arc<Machine>, Exit) + Send + 'static,
     ) -> io::Result<()> {
         let machine = self.clone();
         let watch = move || {
-            if let Ok(qemu) = &qemu {
-                qemu.wait_end();
-                // What a script has started beside QEMU, or instead of becoming it.
-                qemu.end_group();
-                machine.await_monitor_end();
-            }
-            let inside = BACKGROUND.enter("the end of a VM");
-            let status =
-                qemu.and_then(|mut qemu| qemu.wait().map_err(|e| format!("its end is unknown: {e}")));
-            let mut exit = status.map_or_else(|how| Exit { how, clean: false }, describe);
+            let mut exit = machine.wait_exit();
+            machine.await_monitor_end();
             let given = Held { ended: true, ..Held::default() };
             let mut held =
                 mem::replace(&mut *machine.held.lock().unwrap_or_else(PoisonError::into_inner), given);
@@ -331,9 +316,25 @@ impl Machine {
             }
             // The devices and the cgroup must be free before `ended` starts the next QEMU.
             drop(held);
-            ended(&machine, exit, inside);
+            ended(&machine, exit);
         };
         crate::thread::start(&format!("vm-{}", self.name), watch).map(drop)
+    }
+
+    fn wait_exit(&self) -> Exit {
+        let how = match self.shim.wait() {
+            Ok(Some(status)) => return describe(status),
+            Ok(None) => {
+                // The kernel kills QEMU with the shim.
+                self.process.wait_end();
+                format!("the VM's own process (tombolo shim, process {}) was killed", self.shim.pid())
+            }
+            Err(e) => {
+                self.process.wait_end();
+                format!("its end is unknown: {e:#}")
+            }
+        };
+        Exit { how, clean: false }
     }
 
     /// Returns the handler of the monitor's events.

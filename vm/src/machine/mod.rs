@@ -13,7 +13,7 @@
 //! - [`bypass`]: devices whose DMA is not translated.
 //! - [`disks`], [`cgroup`]: overlays of disks, and limits; [`partition`]: CPUs that are the VM's own.
 //! - [`orphans`]: what dead VMs have left.
-//! - [`handover`]: a VM that goes on in the next program of this process.
+//! - [`adopt`]: a VM whose supervisor has ended goes on under the next one.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,6 @@ use tombolo_topology::interrupts::Interrupts;
 use tombolo_topology::plan::VmPlan;
 
 use crate::child;
-use crate::child::leash::Leash;
 use crate::compose::disks::Format;
 use crate::compose::{VmSpec, ZoneUse};
 use crate::guest::agent::Agent;
@@ -40,6 +39,7 @@ use crate::qemu::Hypervisor;
 use crate::qemu::console::Console;
 use crate::qemu::qmp::Qmp;
 use crate::qemu::version::Qemu;
+use crate::shim::Shim;
 use bypass::Bypass;
 use cgroup::Group;
 use disks::Drive;
@@ -48,12 +48,12 @@ use partition::Partition;
 use placement::Placement;
 use state::State;
 
+pub mod adopt;
 mod boot;
 pub mod bypass;
 pub mod cgroup;
 pub mod disks;
 pub mod growth;
-pub mod handover;
 pub mod hotplug;
 mod launch;
 pub mod orphans;
@@ -99,7 +99,9 @@ pub struct Start<'a> {
     pub devices: growth::Taken,
     /// The project's folder, for logs.
     pub dir: &'a StateDir,
-    /// The machine of the same VM that ended; its consoles go on.
+    /// The VM's process, which has no child.
+    pub shim: Arc<Shim>,
+    /// The machine of the same VM that ended.
     pub before: Option<&'a Machine>,
     /// Starts in a row by the restart policy, if that policy starts the VM.
     pub attempt: Option<u32>,
@@ -115,6 +117,8 @@ pub struct Machine {
     folder: PathBuf,
     hypervisor: Hypervisor,
     started: Instant,
+    /// The process whose child QEMU is.
+    shim: Arc<Shim>,
     console: Arc<Console>,
     /// The output of QEMU itself.
     log: Arc<Console>,
@@ -131,7 +135,7 @@ pub struct Machine {
     restarts: u32,
     attempt: u32,
     layout: Layout,
-    /// Of the images of its disks, in the guest's order. Empty: the program that started the VM has not said them.
+    /// Of the images of its disks, in the guest's order.
     formats: Vec<Format>,
     placement: Option<VmPlan>,
     /// The threads of its vCPUs, if they are pinned.
@@ -152,8 +156,6 @@ struct Held {
     ended: bool,
     /// Ends before the devices are given back.
     bypass: Option<Bypass>,
-    /// `None`: a program without leashes has started QEMU.
-    leash: Option<Leash>,
     devices: growth::Taken,
     group: Option<Group>,
     /// Below the cgroup.
@@ -172,7 +174,7 @@ impl Machine {
         &self.spec
     }
 
-    /// The path of the compose file's folder when the VM was started. Empty: the program that started the VM has not said it.
+    /// The path of the compose file's folder when the VM was started.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -190,9 +192,9 @@ impl Machine {
         &self.agent
     }
 
-    /// The serial console.
-    pub fn console(&self) -> &Console {
-        &self.console
+    /// The VM's process.
+    pub fn shim(&self) -> &Arc<Shim> {
+        &self.shim
     }
 
     /// The connection to the QMP monitor of the machine's QEMU.
@@ -256,15 +258,6 @@ impl Machine {
             .wait_timeout_while(self.lock(), limit, |s| s.exit.is_none())
             .unwrap_or_else(PoisonError::into_inner);
         state.exit.is_some()
-    }
-
-    /// Waits for the last output of an ended VM. Closes the connections of the console's readers, unless the VM reboots.
-    pub fn close_consoles(&self) {
-        self.console.end_within(QUIT);
-        self.log.end_within(QUIT);
-        if self.phase() != Phase::Rebooting {
-            self.console.close();
-        }
     }
 
     /// Kills QEMU. A boot that is followed fails with 'cancelled'.

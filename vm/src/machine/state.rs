@@ -70,9 +70,6 @@ pub(super) struct State {
     /// Its memory grows no more, and what follows from that has been done.
     #[serde(default)]
     pub(super) grown: bool,
-    /// What it lacks since an upgrade, and the remedy.
-    #[serde(default)]
-    pub(super) losses: Vec<String>,
     /// The host's folders; empty until the guest has been asked about them.
     pub(super) shares: Vec<ShareStatus>,
 }
@@ -100,7 +97,6 @@ impl State {
             stall: None,
             restarting: false,
             grown: false,
-            losses: Vec::new(),
             shares: Vec::new(),
         }
     }
@@ -175,6 +171,8 @@ impl Machine {
             state.up_since = Some(Instant::now());
             self.record(&Phase::Up, "");
         }
+        drop(state);
+        self.save();
     }
 
     /// The time since the VM became ready.
@@ -189,6 +187,7 @@ impl Machine {
     /// Notes that the supervisor stops the VM to start it again, or that it does not any more.
     pub fn set_restarting(&self, restarting: bool) {
         self.lock().restarting = restarting;
+        self.save();
     }
 
     /// Returns whether the VM is about to have another QEMU: its guest reboots, or the supervisor or its policy starts it again.
@@ -216,15 +215,12 @@ impl Machine {
     /// Notes that the end of the growth of its memory has been dealt with.
     pub fn set_grown(&self) {
         self.lock().grown = true;
-    }
-
-    /// Notes what the VM lacks since an upgrade.
-    pub fn add_loss(&self, loss: &str) {
-        self.lock().losses.push(loss.to_owned());
+        self.save();
     }
 
     pub fn set_shares(&self, shares: Vec<ShareStatus>) {
         self.lock().shares = shares;
+        self.save();
     }
 
     /// Keeps the result of a health check. A change of it is recorded in the journal.
@@ -270,6 +266,7 @@ impl Machine {
         let sequel = state.sequel();
         drop(state);
         self.changed.notify_all();
+        self.save();
         sequel
     }
 
@@ -284,7 +281,10 @@ impl Machine {
         let mut state = self.lock();
         // Also of one that the supervisor had stopped for the next one.
         state.ending = Some(false);
-        !std::mem::replace(&mut state.restart_due, true)
+        let is_undecided = !std::mem::replace(&mut state.restart_due, true);
+        drop(state);
+        self.save();
+        is_undecided
     }
 
     /// Returns whether the guest switched itself off. `None`: a command stopped the VM, or it has not ended.
@@ -301,17 +301,21 @@ impl Machine {
     /// Notes that the restart policy starts the VM again after `pause`.
     pub fn set_restart_in(&self, pause: Duration) {
         self.lock().restart_at = Some(Instant::now() + pause);
+        self.save();
     }
 
     /// Counts a failed start by the restart policy.
     pub fn count_failed_start(&self) {
         self.lock().failed_starts += 1;
+        self.save();
     }
 
     /// Notes that the restart policy does not start the VM again.
     pub fn stay_ended(&self) {
         let mut state = self.lock();
         (state.restart_due, state.restart_at) = (false, None);
+        drop(state);
+        self.save();
     }
 
     /// Kills a VM that can't be made ready. `why` is its state in `ps`.
@@ -326,7 +330,8 @@ impl Machine {
         }
         self.record(&Phase::Failed, why);
         drop(state);
-        self.console.close();
+        self.save();
+        self.shim.unwatch();
     }
 
     /// Handles an event of the monitor. The empty event is the end of its connection.

@@ -15,19 +15,14 @@ use crate::project::control::VmStatus;
 const SILENT: Duration = Duration::from_secs(5);
 
 impl Machine {
-    /// Says that QEMU is stopped or has paused the VM, that the guest agent owes an answer, or what an upgrade has lost. Asks neither.
+    /// Says that QEMU is stopped or has paused the VM, or that the guest agent owes an answer. Asks neither.
     fn trouble(&self, state: &State) -> Option<String> {
         let agent = || {
             let silent = self.agent.silent_for().filter(|silent| *silent > SILENT)?;
             Some(format!("its guest agent has not answered for {} s", silent.as_secs()))
         };
         let paused = || state.stall.as_ref().map(|stall| stall.why.clone());
-        let lost = || (!state.losses.is_empty()).then(|| state.losses.join("; "));
-        halted::sentence(self.pid)
-            .map(|text| format!("QEMU {text}"))
-            .or_else(paused)
-            .or_else(agent)
-            .or_else(lost)
+        halted::sentence(self.pid).map(|text| format!("QEMU {text}")).or_else(paused).or_else(agent)
     }
 
     pub fn status(&self) -> VmStatus {

@@ -5,7 +5,6 @@
 use std::time::{Duration, Instant};
 
 use qapi::{qga, qmp};
-use rustix::process::Signal;
 
 use super::{Machine, Phase};
 use crate::guest::agent::{Calls, Error, Farewell};
@@ -38,6 +37,7 @@ impl Machine {
             }
             std::mem::replace(&mut state.phase, Phase::Stopping)
         };
+        self.save();
         // The thread that waits for the monitor's last event need not any more.
         self.changed.notify_all();
         // Another command stops it, and its guest has the time that this one would give it.
@@ -66,11 +66,6 @@ impl Machine {
         let quit = || QUIT.min(remaining(until).saturating_sub(KILL));
         let told = match self.qmp() {
             Ok(monitor) => monitor.execute_within(qmp::quit {}, quit()).is_ok(),
-            // An upgrade has lost it. QEMU does not hear SIGTERM (see `child::shield`).
-            Err(_) if was_up => {
-                self.process.signal(Signal::INT);
-                true
-            }
             Err(_) => false,
         };
         if told && self.wait_end(quit()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The server of an accelerator: `tombolo accel serve --overseen`, a child of the supervisor that is started again when it dies.
+//! The server of an accelerator: `tombolo accel serve --overseen`, which is started again when it dies, and lives on when the supervisor does.
 //!
 //! Each VM that uses it has a zone of its own for that, which the supervisor keeps with its doorbells, as it keeps other zones. So a server's
 //! death takes no VM along: the next one enters the same zones, and what programs start then works; those that were at it get their
@@ -32,6 +32,7 @@ use crate::project::owner::{Client, Owner};
 use crate::project::zones::{HostZone, Invitation};
 use crate::qemu::start::no_process;
 
+use crate::shim::handle::Safe;
 use server::{Server, lock, look};
 use slot::{Reach, Slot};
 
@@ -118,6 +119,7 @@ impl Accelerator {
 
     /// Clears the channels that an owner's server is done with; called once a second.
     pub fn tend(&self) {
+        self.save();
         for (client, slot) in &*lock(&self.server.slots) {
             match slot.channels.as_ref().map(|channels| channels.area.clear_done()) {
                 Some(Ok(true)) => slot.ring(client),
@@ -203,6 +205,25 @@ impl Accelerator {
     fn set_reach(&self, vm: &str, reach: Reach) {
         if let Some(slot) = lock(&self.server.slots).get_mut(vm) {
             slot.set_reach(reach);
+        }
+        self.save();
+    }
+
+    /// Gives its shims their sockets again, where the project's folder has vanished.
+    ///
+    /// # Errors
+    /// See [`Shim::listen_again`](crate::shim::Shim::listen_again).
+    pub fn listen_again(&self) -> anyhow::Result<()> {
+        if let Runs::Here(keeper) = &self.runs {
+            keeper.listen_again()?;
+        }
+        self.server.safe.shim().listen_again()
+    }
+
+    /// Has the shim keep what has changed; one that has died is followed by another one within a second.
+    fn save(&self) {
+        if let Err(e) = self.server.save() {
+            crate::say!("the accelerator '{}': {e:#}", self.server.name);
         }
     }
 
@@ -342,14 +363,17 @@ impl Part for Accelerator {
     /// When this host has no device for it; the server's own words.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Accelerator> {
         let spec = project.compose.accel.get(name).cloned().unwrap_or_default();
+        let safe = Arc::new(Safe::start(dir, &safe_of(name))?);
         if let Some(owner) = spec.vm.clone() {
             let server = Server {
                 name: name.to_owned(),
                 spec,
                 scratch: None,
+                safe,
                 telling: Mutex::default(),
                 slots: Mutex::default(),
                 link: Mutex::default(),
+                started: Mutex::default(),
             };
             server.add_slots(project)?;
             return Ok(Accelerator {
@@ -366,9 +390,11 @@ impl Part for Accelerator {
             name: name.to_owned(),
             spec,
             scratch: Some(scratch),
+            safe,
             telling: Mutex::default(),
             slots: Mutex::default(),
             link: Mutex::default(),
+            started: Mutex::default(),
         });
         server.add_slots(project)?;
         let keeper = Keeper::start(names(name, dir), server.clone())?;
@@ -400,6 +426,7 @@ impl Drop for Accelerator {
         if let Some(scratch) = &self.server.scratch {
             remove(scratch);
         }
+        self.server.safe.shim().end();
     }
 }
 
@@ -457,10 +484,11 @@ fn remove(folder: &Path) {
     }
 }
 
-mod handover;
+mod adopt;
 mod server;
 mod slot;
-pub use handover::AcceleratorState;
+pub use adopt::Record;
+pub use server::safe_of;
 
 #[cfg(test)]
 mod tests;

@@ -3,8 +3,6 @@
 //! connection carries one request; the supervisor answers `heard` at once, then a row of events that ends with `done` or `failed`. A
 //! request without `heard` was not begun. Closing the connection cancels the request.
 
-use std::path::PathBuf;
-
 use serde::{Deserialize, Serialize};
 
 use crate::compose::accelerator::Api;
@@ -74,10 +72,8 @@ pub enum Request {
     },
     /// End a VM's membership.
     ZoneDetach { zone: String, vm: String },
-    /// Go on as another program.
-    Upgrade {
-        /// The program; none: the client's own.
-        program: Option<PathBuf>,
+    /// End, and leave all that runs to the next supervisor.
+    Leave {
         /// Time for running requests to end.
         seconds: u64,
     },
@@ -99,7 +95,7 @@ impl Request {
             Request::Console { vm } => format!("console {vm}"),
             Request::ZoneAttach { zone, vm, .. } => format!("zone attach {zone} {vm}"),
             Request::ZoneDetach { zone, vm } => format!("zone detach {zone} {vm}"),
-            Request::Upgrade { .. } => "upgrade".into(),
+            Request::Leave { .. } => "upgrade".into(),
         }
     }
 }
@@ -305,9 +301,6 @@ pub struct ZoneStatus {
     /// Its file was cut short while it was in use.
     #[serde(default)]
     pub lost: bool,
-    /// That an upgrade has lost it, and the remedy: its VMs share its memory on, and no other process can open it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub trouble: Option<String>,
 }
 
 /// One network.

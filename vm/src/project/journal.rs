@@ -71,7 +71,6 @@ impl Ring {
         let end = self.first + self.entries.len() as u64;
         match since {
             Since::Now => end,
-            Since::Number(number) => number.max(self.first),
             Since::Time(time) => {
                 let begin = self.entries.iter().position(|entry| entry.time >= time);
                 begin.map_or(end, |at| self.first + at as u64)
@@ -93,33 +92,14 @@ pub fn record(kind: Kind, name: &str, state: &str, detail: &str) {
 pub enum Since {
     Now,
     Time(SystemTime),
-    /// With the entry of this number.
-    Number(u64),
 }
 
-/// Gets an entry with the number of the next one, or nothing now and then; it says whether there is to be more.
-pub type Send<'a> = dyn Fn(Option<(&Entry, u64)>) -> bool + 'a;
+/// Gets an entry, or nothing now and then; it says whether there is to be more.
+pub type Send<'a> = dyn Fn(Option<&Entry>) -> bool + 'a;
 
-/// The number of the first entry that a follower gets.
-pub fn number_of(since: Since) -> u64 {
-    OWN.lock().number_of(since)
-}
-
-/// Passes entries of this process's journal to `send` until it says no, or the process ends; with each goes the number of the next one.
+/// Passes entries of this process's journal to `send` until it says no, or the process ends.
 pub fn follow(since: Since, send: &Send<'_>) {
     OWN.follow(since, send);
-}
-
-/// All entries of this process, and the number of the first.
-pub fn entries() -> (u64, Vec<Entry>) {
-    let ring = OWN.lock();
-    (ring.first, ring.entries.iter().cloned().collect())
-}
-
-/// Goes on with the entries of the program that this process was before.
-pub fn take_over((first, entries): (u64, Vec<Entry>)) {
-    let mut ring = OWN.lock();
-    (ring.first, ring.entries) = (first, entries.into());
 }
 
 /// Ends all followers, once they have passed on what there is.
@@ -163,13 +143,11 @@ impl Journal {
         loop {
             let skip = usize::try_from(next.saturating_sub(ring.first)).unwrap_or(usize::MAX);
             let new: Vec<Entry> = ring.entries.iter().skip(skip).cloned().collect();
-            let numbers = next.max(ring.first) + 1..;
             next = ring.first + ring.entries.len() as u64;
             let closed = ring.closed;
             // A client that does not read delays no other.
             drop(ring);
-            let goes_on =
-                new.iter().zip(numbers).all(|entry| send(Some(entry))) && (!new.is_empty() || send(None));
+            let goes_on = new.iter().all(|entry| send(Some(entry))) && (!new.is_empty() || send(None));
             ring = self.lock();
             if !goes_on || closed && new.is_empty() {
                 break;
@@ -214,7 +192,7 @@ mod tests {
     fn seen(journal: &Journal, since: Since, count: usize) -> Vec<String> {
         let states = RefCell::new(Vec::new());
         journal.follow(since, &|entry| {
-            states.borrow_mut().extend(entry.map(|(entry, _)| entry.state.clone()));
+            states.borrow_mut().extend(entry.map(|entry| entry.state.clone()));
             states.borrow().len() < count
         });
         states.into_inner()

@@ -2,10 +2,11 @@
 //! Keeps a process of another part running for as long as it is wanted: the switch of a network, the server of an accelerator.
 //!
 //! One that dies is started again, at once if it had lived for a while, otherwise after pauses that grow. It is told to end when it is not
-//! wanted any more, and is killed if it doesn't.
+//! wanted any more, and is killed if it doesn't. It is the child of a shim, so it lives on when the supervisor dies, and the next one goes on with it.
 
 use std::collections::BTreeSet;
 use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -13,14 +14,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::process::Signal;
-use serde::{Deserialize, Serialize};
 
-use crate::child::{Guarded, Handle};
+use crate::child::Handle;
 use crate::compose::{Compose, Project, VmSpec};
-use crate::project::barrier::BACKGROUND;
 use crate::project::changes::Kind;
 use crate::project::journal;
-use crate::project::losses::Losses;
+use crate::shim::handle::Started;
+use crate::shim::{Order, Place, Shim};
 
 /// Time for a process to answer.
 pub const ANSWER: Duration = Duration::from_secs(10);
@@ -40,11 +40,11 @@ pub trait Service: Send + Sync + 'static {
     /// The connection to a new process.
     type Link;
 
-    /// Starts the process; what it says goes to `log`.
+    /// What a shim is to start, with the descriptors of its places. What the process says goes to its log.
     ///
     /// # Errors
-    /// Those of starting.
-    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Self::Link)>;
+    /// Those of the system.
+    fn order(&self) -> anyhow::Result<(Order, Vec<OwnedFd>, Self::Link)>;
 
     /// Tells the new process what it must know; then it is ready. Where that fails it is ended.
     ///
@@ -54,6 +54,12 @@ pub trait Service: Send + Sync + 'static {
 
     /// The process has ended.
     fn ended(&self);
+
+    /// Has the shim of the process, which was started so often, keep what the next supervisor needs to know.
+    ///
+    /// # Errors
+    /// It does not answer.
+    fn keep(&self, shim: &Shim, starts: u32) -> anyhow::Result<()>;
 }
 
 /// A network or an accelerator: VMs of a project share it, and a process of its own serves it.
@@ -88,13 +94,6 @@ struct Shared {
     changed: Condvar,
 }
 
-/// The state of a keeper that goes over to the next program.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct KeeperState {
-    pid: Option<u32>,
-    starts: u32,
-}
-
 /// The name in messages.
 #[derive(Debug)]
 pub struct Names {
@@ -114,6 +113,11 @@ impl Names {
         format!("{} '{}'", self.kind.word(), self.name)
     }
 
+    /// The name of its shim in the project's folder.
+    pub fn shim(&self) -> String {
+        format!("{}-{}", self.process, self.name)
+    }
+
     fn record(&self, state: &str, detail: &str) {
         journal::record(self.kind, &self.name, state, detail);
     }
@@ -122,6 +126,8 @@ impl Names {
 #[derive(Debug, Default)]
 struct State {
     process: Option<(Handle, u32)>,
+    /// The shim whose child it is.
+    shim: Option<Arc<Shim>>,
     starts: u32,
     ready: bool,
     /// Why the last one was given up.
@@ -140,37 +146,28 @@ impl Keeper {
         Keeper::begin(names, State::default(), None, service)
     }
 
-    /// Goes on with a process of the program before, which was ready. One that can't be had is started again.
+    /// Goes on with the child of a shim that an earlier supervisor has started. One that has ended is started again.
     ///
     /// # Errors
-    /// When there is no thread for it.
-    pub fn take_over<S: Service>(
+    /// The shim does not answer, or there is no thread for it.
+    pub fn adopt<S: Service>(
         names: Names,
         service: Arc<S>,
-        left: KeeperState,
-        losses: &mut Losses,
-    ) -> std::io::Result<Keeper> {
-        let resume = |pid| Guarded::resume(pid).and_then(|process| Ok(((process.handle()?, pid), process)));
-        let (handle, process) = match left.pid.map(resume).transpose() {
-            Ok(resumed) => resumed.unzip(),
-            Err(e) => {
-                losses.note(format!(
-                    "the {} has lost its {} ({e}), which is started again",
-                    names.owner(),
-                    names.process
-                ));
-                (None, None)
-            }
-        };
-        let state =
-            State { ready: handle.is_some(), process: handle, starts: left.starts, ..State::default() };
-        Keeper::begin(names, state, process, service)
+        shim: Shim,
+        starts: u32,
+    ) -> anyhow::Result<Keeper> {
+        let (found, child) = shim.look()?;
+        let process = child.filter(|_| found.exit.is_none()).map(|child| (child.process, child.pid));
+        let shim = Arc::new(shim);
+        let (ready, running) = (process.is_some(), process.as_ref().map(|_| shim.clone()));
+        let state = State { ready, process, shim: Some(shim), starts, ..State::default() };
+        Ok(Keeper::begin(names, state, running, service)?)
     }
 
     fn begin<S: Service>(
         names: Names,
         state: State,
-        process: Option<Guarded>,
+        process: Option<Arc<Shim>>,
         service: Arc<S>,
     ) -> std::io::Result<Keeper> {
         let shared = Arc::new(Shared { names, state: Mutex::new(state), changed: Condvar::new() });
@@ -186,10 +183,25 @@ impl Keeper {
         }
     }
 
-    /// Returns the state for the next program. The caller has closed `BACKGROUND`.
-    pub fn hand_over(&self) -> KeeperState {
-        let (pid, starts) = self.process();
-        KeeperState { pid, starts }
+    /// Has the shim keep what the next supervisor needs to know, where that has changed.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn keep<S: Service>(&self, service: &S) -> anyhow::Result<()> {
+        let state = self.shared.lock();
+        let (shim, starts) = (state.shim.clone(), state.starts);
+        drop(state);
+        // One that is being started keeps it then.
+        shim.map_or(Ok(()), |shim| service.keep(&shim, starts))
+    }
+
+    /// Gives the shim its socket again, where the project's folder has vanished.
+    ///
+    /// # Errors
+    /// See [`Shim::listen_again`].
+    pub fn listen_again(&self) -> anyhow::Result<()> {
+        let shim = self.shared.lock().shim.clone();
+        shim.map_or(Ok(()), |shim| shim.listen_again())
     }
 
     /// The process, and how often it has been started.
@@ -300,24 +312,19 @@ impl Shared {
     }
 
     /// Keeps a process running, one that runs already where it is there.
-    fn watch<S: Service>(&self, service: &S, mut process: Option<Guarded>) {
+    fn watch<S: Service>(&self, service: &S, mut process: Option<Arc<Shim>>) {
         let mut pause = Duration::ZERO;
         loop {
             let begun = Instant::now();
             let trouble = match process.take() {
-                Some(process) => self.see_out(service, process, None),
+                Some(shim) => self.see_out(service, &shim, None),
                 None => {
                     if !self.wait_turn(pause) {
                         return;
                     }
-                    // A process that is started and does not know yet what it must is nothing that another program could go on with.
-                    let inside = BACKGROUND.enter(&format!("a start for the {}", self.names.owner()));
                     match self.launch(service) {
                         Ok(None) => return,
-                        Ok(Some((process, trouble))) => {
-                            drop(inside);
-                            self.see_out(service, process, trouble)
-                        }
+                        Ok(Some((shim, trouble))) => self.see_out(service, &shim, trouble),
                         Err(e) => Some(format!("{e:#}")),
                     }
                 }
@@ -342,7 +349,7 @@ impl Shared {
     }
 
     /// Starts a process and tells it what it must know; with it comes why it is of no use. `None`: none is wanted any more.
-    fn launch<S: Service>(&self, service: &S) -> anyhow::Result<Option<(Guarded, Option<anyhow::Error>)>> {
+    fn launch<S: Service>(&self, service: &S) -> anyhow::Result<Option<(Arc<Shim>, Option<anyhow::Error>)>> {
         let mut state = self.lock();
         if state.over {
             return Ok(None);
@@ -350,57 +357,63 @@ impl Shared {
         state.starts += 1;
         state.starting = true;
         drop(state);
-        // Without the lock: the main thread starts it, and may itself wait for a thread that waits for the lock.
         let spawned = self.spawn(service);
         let mut state = self.lock();
         state.starting = false;
-        let (process, handle, link) = spawned.inspect_err(|_| self.changed.notify_all())?;
+        let (shim, started, link) = spawned.inspect_err(|_| self.changed.notify_all())?;
         if state.over {
-            handle.kill();
+            started.process.kill();
         }
         let over = state.over;
-        state.process = Some((handle, process.pid()));
+        (state.process, state.shim) = (Some((started.process, started.pid)), Some(shim.clone()));
+        let starts = state.starts;
         drop(state);
-        let trouble = if over { None } else { self.begin(service, link).err() };
+        let begun = || service.keep(&shim, starts).and_then(|()| self.begin(service, link));
+        let trouble = if over { None } else { begun().err() };
         if trouble.is_some() {
-            // It is reaped where the state forgets it (`see_out`): another program of this process can't go on with one that is not there.
             if let Some((handle, _)) = &self.lock().process {
                 handle.kill();
             }
         }
-        Ok(Some((process, trouble)))
+        Ok(Some((shim, trouble)))
     }
 
     /// Waits for the end of a process. Returns its cause, unless the process was told to end.
     fn see_out<S: Service>(
         &self,
         service: &S,
-        mut process: Guarded,
+        shim: &Shim,
         trouble: Option<anyhow::Error>,
     ) -> Option<String> {
-        process.wait_end();
-        let _inside = BACKGROUND.enter(&format!("the end of a process of the {}", self.names.owner()));
-        let how = process.wait();
+        let how = shim.wait().ok().flatten();
+        let how = how.map_or("it was killed with its shim".to_owned(), |status| status.to_string());
+        if let Some((process, _)) = &self.lock().process {
+            // The kernel kills it with its shim.
+            process.wait_end();
+        }
         service.ended();
+        shim.end();
         let mut state = self.lock();
-        (state.process, state.ready) = (None, false);
+        (state.process, state.shim, state.ready) = (None, None, false);
         let kind = self.names.process;
         (!state.over).then(|| match trouble {
             Some(e) => format!("its {kind} does not begin: {e:#}"),
-            None => format!("its {kind} ended: {how:?}"),
+            None => format!("its {kind} ended: {how}"),
         })
     }
 
-    fn spawn<S: Service>(&self, service: &S) -> anyhow::Result<(Guarded, Handle, S::Link)> {
+    fn spawn<S: Service>(&self, service: &S) -> anyhow::Result<(Arc<Shim>, Started, S::Link)> {
+        let folder = self.names.log.parent().context("the log has no folder")?;
         // At the end of a login session the folder vanishes.
-        if let Some(folder) = self.names.log.parent() {
-            crate::project::state::renew(folder)?;
-        }
+        crate::project::state::renew(folder)?;
         let log = File::options().create(true).append(true).open(&self.names.log);
         let log = log.with_context(|| self.names.log.display().to_string())?;
-        let (process, link) = service.spawn(log)?;
-        let handle = process.handle()?;
-        Ok((process, handle, link))
+        let (mut order, fds, link) = service.order()?;
+        order.places.push(Place::Child(2));
+        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(|fd| fd.as_fd()).chain([log.as_fd()]).collect();
+        let shim = Shim::start(folder, &self.names.shim())?;
+        let started = shim.run(order, &fds).inspect_err(|_| shim.end())?;
+        Ok((Arc::new(shim), started, link))
     }
 
     fn begin<S: Service>(&self, service: &S, link: S::Link) -> anyhow::Result<()> {
@@ -417,7 +430,6 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::{Command, Stdio};
     use std::sync::atomic::{AtomicU32, Ordering};
 
     /// A shell command; the first `refusals` processes are of no use.
@@ -430,10 +442,10 @@ mod tests {
     impl Service for Shell {
         type Link = ();
 
-        fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
-            let mut command = Command::new("sh");
-            command.args(["-c", self.command]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-            Ok((Guarded::spawn(command)?, ()))
+        fn order(&self) -> anyhow::Result<(Order, Vec<OwnedFd>, ())> {
+            let arguments = ["-c", self.command].map(str::to_owned).into();
+            let order = Order { program: Some("/bin/sh".into()), arguments, ..Order::default() };
+            Ok((order, Vec::new(), ()))
         }
 
         fn begin(&self, (): ()) -> anyhow::Result<()> {
@@ -443,6 +455,10 @@ mod tests {
         }
 
         fn ended(&self) {}
+
+        fn keep(&self, _: &Shim, _: u32) -> anyhow::Result<()> {
+            Ok(())
+        }
     }
 
     fn keeper(command: &'static str, refusals: u32) -> (tempfile::TempDir, Keeper) {
@@ -493,9 +509,9 @@ mod tests {
     impl Service for Late {
         type Link = ();
 
-        fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
+        fn order(&self) -> anyhow::Result<(Order, Vec<OwnedFd>, ())> {
             self.go.lock().unwrap().recv()?;
-            self.shell.spawn(log)
+            self.shell.order()
         }
 
         fn begin(&self, (): ()) -> anyhow::Result<()> {
@@ -503,6 +519,10 @@ mod tests {
         }
 
         fn ended(&self) {}
+
+        fn keep(&self, _: &Shim, _: u32) -> anyhow::Result<()> {
+            Ok(())
+        }
     }
 
     #[test]

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A project at run time: its supervisor, what the supervisor holds, and how commands talk to it.
 //!
-//! - [`supervisor`]: the process that holds a project's VMs; [`session`]: what in it lasts (exec, console).
-//! - [`upgrade`]: the supervisor becomes another program; [`barrier`]: what must not be cut in two by that; [`losses`]: what the next program lacks.
+//! - [`supervisor`]: the process that manages a project's VMs; [`session`]: what in it lasts (exec); [`revival`]: its start.
 //! - [`state`]: the project's folder, and the lock and the socket by which its supervisor is found.
 //! - [`changes`]: the difference between what runs and what the compose file says, as actions; [`journal`]: what happened, for `tombolo events`.
 //! - [`preflight`]: what can be wrong with a start, found out before anything is started.
@@ -13,22 +12,20 @@
 //!   [`keeper`] keeps such a child running; [`owner`]: the server of an accelerator in a VM.
 
 pub mod accelerator;
-pub mod barrier;
 pub mod changes;
 pub mod control;
 pub mod journal;
 pub mod keeper;
-pub mod losses;
 pub mod network;
 pub mod owner;
 pub mod patience;
 pub mod peer;
 pub mod preflight;
+pub mod revival;
 pub mod services;
 pub mod session;
 pub mod silent;
 pub mod state;
 pub mod stopped;
 pub mod supervisor;
-pub mod upgrade;
 pub mod zones;

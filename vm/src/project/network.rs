@@ -1,36 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The switch of a network: `tombolo net run`, a child of the supervisor that is started again when it dies. VMs are joined
+//! The switch of a network: `tombolo net run`, which is started again when it dies, and lives on when the supervisor does. VMs are joined
 //! to it by sockets in the project's folder, to which QEMU connects again by itself; what is asked of it while it runs goes
 //! over its control socket, a line of JSON each way.
-//!
-//! The switch is told to end (rather than killed) when the supervisor dies, so that it takes its sockets with it. If somebody has
-//! stopped the switch (SIGSTOP), the kernel continues it then, so that it can end.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::process::Signal;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tombolo_control::net::config::UplinkConfig;
 use tombolo_control::net::{Answer, Done, Ports, Request};
 use tombolo_control::socket;
-use tombolo_zone::keep::{Keep, Kept};
 
-use crate::child::leash::Leash;
-use crate::child::{self, Guarded};
 use crate::compose::network::{self, Lease, NetSpec};
 use crate::compose::ports::{self, Forward};
 use crate::compose::{Compose, Project, VmSpec};
 use crate::project::changes::{self, Kind};
-use crate::project::keeper::{ANSWER, Keeper, KeeperState, Names, Part, Service};
-use crate::project::losses::Losses;
+use crate::project::keeper::{ANSWER, Keeper, Names, Part, Service};
+use crate::shim::{Order, RECORD, Shim};
 use config::Port;
 
 mod config;
@@ -56,18 +48,14 @@ pub struct Network {
     keeper: Keeper,
 }
 
-/// The state of a network that goes over to the next program.
+/// What the supervisor knows of a network.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct NetworkState {
+pub struct Record {
     name: String,
     spec: NetSpec,
-    dir: PathBuf,
     ports: BTreeMap<String, (Port, Lease)>,
-    #[serde(default)]
     uplinks: Uplinks,
-    switch: KeeperState,
-    #[serde(default)]
-    leash: Option<Kept>,
+    starts: u32,
 }
 
 /// VMs' own uplinks, each with the ports of the host that it forwards.
@@ -90,37 +78,27 @@ struct Switch {
     dir: PathBuf,
     ports: Mutex<BTreeMap<String, (Port, Lease)>>,
     uplinks: Mutex<Uplinks>,
-    /// The leash of its process; `None`: there is none, or a program without leashes has started it.
-    leash: Mutex<Option<Leash>>,
 }
 
 impl Network {
-    /// Returns the state for the next program. The caller has closed `BACKGROUND`.
-    pub fn hand_over(&self, keep: &mut Keep) -> NetworkState {
-        let switch = &self.switch;
-        let leash = switch.leash.lock().unwrap_or_else(PoisonError::into_inner);
-        NetworkState {
-            name: switch.name.clone(),
-            spec: switch.spec.clone(),
-            dir: switch.dir.clone(),
-            ports: switch.ports().clone(),
-            uplinks: switch.uplinks().clone(),
-            switch: self.keeper.hand_over(),
-            leash: leash.as_ref().map(|leash| keep.add(leash)),
-        }
-    }
-
-    /// Goes on with a network of the program before. A switch that can't be had is started again.
+    /// Goes on with a network whose switch an earlier supervisor has started; `dir` is the project's folder.
     ///
     /// # Errors
-    /// When there is no thread for it.
-    pub fn take_over(left: NetworkState, losses: &mut Losses) -> anyhow::Result<Network> {
-        let NetworkState { name, spec, dir, ports, uplinks, switch: kept, leash } = left;
+    /// This program can't read what the shim keeps, or there is no thread for it.
+    pub fn adopt(shim: Shim, dir: &Path) -> anyhow::Result<(String, Network)> {
+        let Record { name, spec, ports, uplinks, starts } = shim.record(RECORD)?;
         let (ports, uplinks) = (Mutex::new(ports), Mutex::new(uplinks));
-        let leash = Mutex::new(leash.and_then(|kept| kept.take().ok()).map(Leash::resume));
-        let switch = Arc::new(Switch { name, spec, dir, ports, uplinks, leash });
-        let keeper = Keeper::take_over(switch.names(), switch.clone(), kept, losses)?;
-        Ok(Network { switch, keeper })
+        let switch = Arc::new(Switch { name: name.clone(), spec, dir: dir.to_owned(), ports, uplinks });
+        let keeper = Keeper::adopt(switch.names(), switch.clone(), shim, starts)?;
+        Ok((name, Network { switch, keeper }))
+    }
+
+    /// Gives the shim of its switch its socket again, where the project's folder has vanished.
+    ///
+    /// # Errors
+    /// See [`Shim::listen_again`].
+    pub fn listen_again(&self) -> anyhow::Result<()> {
+        self.keeper.listen_again()
     }
 
     /// The network's table of the compose file, as it was when the switch was started.
@@ -256,8 +234,8 @@ impl Part for Network {
     /// The switch's own words where it can't have its uplink or a port.
     fn start(name: &str, project: &Project, dir: &Path) -> anyhow::Result<Network> {
         let spec = project.compose.net.get(name).cloned().unwrap_or_default();
-        let (ports, uplinks, leash) = (Mutex::default(), Mutex::default(), Mutex::default());
-        let switch = Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports, uplinks, leash };
+        let (ports, uplinks) = (Mutex::default(), Mutex::default());
+        let switch = Switch { name: name.to_owned(), spec, dir: dir.to_owned(), ports, uplinks };
         let switch = Arc::new(switch);
         switch.plan(project, &BTreeSet::new())?;
         switch.write_config()?;
@@ -279,6 +257,7 @@ impl Part for Network {
         }
         // One that starts again meanwhile has the new ports from its file.
         self.switch.write_config()?;
+        self.keeper.keep(&*self.switch)?;
         // A port of the host may go over from one VM to another.
         for name in new.iter().flat_map(|new| new.replaces.clone()) {
             self.switch.ask::<Done>(&Request::Remove { name })?;
@@ -416,20 +395,16 @@ impl Switch {
 impl Service for Switch {
     type Link = ();
 
-    /// The switch is told to end when the thread that starts it ends. Its file may have vanished with the project's folder.
-    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, ())> {
+    /// Its file may have vanished with the project's folder.
+    fn order(&self) -> anyhow::Result<(Order, Vec<OwnedFd>, ())> {
         // One that is there is up to date, also where there is no room for another.
         if !self.config().exists() {
             self.write_config()?;
         }
-        let mut command = crate::child::own_program();
-        command.args(["net", "run", "--config"]).arg(self.config());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        child::tie_own(&mut command, Signal::TERM, &[]);
-        let leash = Leash::to_wake(&mut command)?;
-        let process = Guarded::spawn(command)?;
-        *self.leash.lock().unwrap_or_else(PoisonError::into_inner) = Some(leash);
-        Ok((process, ()))
+        let config = self.config().into_os_string().into_string();
+        let config = config.map_err(|path| anyhow::anyhow!("{} is not UTF-8", path.to_string_lossy()))?;
+        let arguments = ["net", "run", "--config"].map(str::to_owned).into_iter().chain([config]).collect();
+        Ok((Order { arguments, ..Order::default() }, Vec::new(), ()))
     }
 
     fn begin(&self, (): ()) -> anyhow::Result<()> {
@@ -437,4 +412,10 @@ impl Service for Switch {
     }
 
     fn ended(&self) {}
+
+    fn keep(&self, shim: &Shim, starts: u32) -> anyhow::Result<()> {
+        let (name, spec) = (self.name.clone(), self.spec.clone());
+        let (ports, uplinks) = (self.ports().clone(), self.uplinks().clone());
+        shim.put_record(RECORD, &Record { name, spec, ports, uplinks, starts })
+    }
 }

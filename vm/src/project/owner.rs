@@ -142,10 +142,10 @@ impl Owner {
         Owner { vm: vm.to_owned(), present: Mutex::default() }
     }
 
-    /// The VM that served in the program before, started there so often; none: it does not run.
-    pub fn take_over(vm: &str, starts: u32, machine: Option<&Arc<Machine>>) -> Owner {
+    /// The VM that an earlier supervisor has told to serve; none: it does not run.
+    pub fn adopt(vm: &str, machine: Option<&Arc<Machine>>) -> Owner {
         let machine = machine.map(Arc::downgrade).unwrap_or_default();
-        let present = Present { machine, starts, ..Present::default() };
+        let present = Present { machine, starts: 1, ..Present::default() };
         Owner { vm: vm.to_owned(), present: Mutex::new(present) }
     }
 

@@ -232,10 +232,13 @@ fn readable(fd: &impl AsFd, limit: Duration) -> std::io::Result<bool> {
 /// When a supervisor lives and does not answer.
 pub fn ask(project: &Project, request: &Request) -> anyhow::Result<Option<Peer>> {
     check_length(request)?;
-    match state::supervisor(&project.file)? {
-        Some(found) => ask_found(&found, request),
-        None => Ok(None),
+    while let Some(found) = state::supervisor(&project.file)? {
+        // One that has ended before it heard the request may be followed by another.
+        if let Some(peer) = ask_found(&found, request)? {
+            return Ok(Some(peer));
+        }
     }
+    Ok(None)
 }
 
 /// As [`ask`], for a supervisor that was found.

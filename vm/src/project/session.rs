@@ -14,15 +14,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::guest::exec::{self, Ended, Exec, Input, Stream};
 use crate::guest::terminal::{self, Terminal, Typed};
 use crate::machine::Machine;
-use crate::project::barrier::BACKGROUND;
 use crate::project::control::{Event, Feed};
 use crate::project::peer::Peer;
 use crate::project::state::random_hex;
+use crate::shim::{self, Watch};
 
 /// Milliseconds between looks at a flag while a socket is watched.
 const LOOK: i64 = 100;
-/// The time between two checks whether a console's client has gone while its guest does not read.
-const READY: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Waits until the other side of `socket` goes or says anything (true), or `finished` is set (false).
 pub fn wait_hangup(socket: &UnixStream, finished: &AtomicBool) -> bool {
@@ -45,19 +43,10 @@ pub fn has_gone(socket: &UnixStream) -> bool {
     rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
 }
 
-/// Returns whether the other side of `socket` neither writes nor reads any more.
-fn has_left(socket: &UnixStream) -> bool {
-    let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
-}
-
 /// SIGINT, SIGTERM and SIGHUP, made waitable.
 #[derive(Debug)]
 pub struct Signals {
     reader: UnixStream,
-    /// The program before has heard one and not told of it.
-    heard: AtomicBool,
 }
 
 /// From here on these signals are told rather than end the process. A process that was started to ignore SIGHUP, as by nohup(1), goes on to ignore it.
@@ -72,7 +61,7 @@ pub fn signals() -> anyhow::Result<Signals> {
     {
         signal_hook::low_level::pipe::register(signal, writer.try_clone()?)?;
     }
-    Ok(Signals { reader, heard: AtomicBool::new(false) })
+    Ok(Signals { reader })
 }
 
 fn is_ignored(signal: i32) -> bool {
@@ -85,39 +74,10 @@ fn is_ignored(signal: i32) -> bool {
 }
 
 impl Signals {
-    /// Takes over a signal that the program before this one has received and not handled. No process writes to its socket any more.
-    pub fn take_over(&self, mut before: UnixStream) {
-        let mut byte = [0];
-        self.heard.store(before.read_exact(&mut byte).is_ok(), Ordering::Release);
-    }
-
-    /// The socket through which they are heard, for the next program of this process.
-    pub fn socket(&self) -> &UnixStream {
-        &self.reader
-    }
-
-    /// Waits until there is one, and does not take it.
-    pub fn wait_there(&self) {
-        let mut fds = [PollFd::new(&self.reader, PollFlags::IN)];
-        while !self.heard.load(Ordering::Acquire) {
-            match rustix::event::poll(&mut fds, None) {
-                Err(rustix::io::Errno::INTR) => {}
-                _ => return,
-            }
-        }
-    }
-
-    /// Returns whether there is one, and does not take it.
-    pub fn are_there(&self) -> bool {
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut fds = [PollFd::new(&self.reader, PollFlags::IN)];
-        self.heard.load(Ordering::Acquire) || rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
-    }
-
     /// Waits for one: true; false only when nothing can be heard any more.
     pub fn wait(&self) -> bool {
         let mut byte = [0];
-        self.heard.swap(false, Ordering::AcqRel) || (&self.reader).read_exact(&mut byte).is_ok()
+        (&self.reader).read_exact(&mut byte).is_ok()
     }
 }
 
@@ -228,47 +188,12 @@ pub fn exec_on_terminal(
     Ok(())
 }
 
-/// Makes the connection a view of the VM's console.
+/// Makes the connection a view of the VM's console, which the VM's shim serves from here on.
 ///
 /// # Errors
-/// When the VM has ended.
-pub fn watch(machine: &Machine, mut peer: Peer, recent: usize) -> anyhow::Result<Arc<UnixStream>> {
+/// When the VM's shim does not answer.
+pub fn watch(machine: &Machine, mut peer: Peer, recent: usize) -> anyhow::Result<()> {
+    anyhow::ensure!(!machine.has_ended() || machine.is_to_start_again(), "the VM has ended");
     peer.send(&Event::Done)?;
-    let (ahead, socket) = peer.into_raw();
-    machine.console().watch(socket.clone(), recent)?;
-    machine.console().type_in(&ahead)?;
-    Ok(socket)
-}
-
-/// Types what a client that watches a console sends, until either side ends.
-///
-/// # Errors
-/// When QEMU takes no more.
-pub fn type_all(machine: &Machine, socket: &Arc<UnixStream>) -> anyhow::Result<()> {
-    let typed = read_all(machine, socket);
-    machine.console().unwatch(socket);
-    // The client may have gone already.
-    let _ = socket.shutdown(std::net::Shutdown::Both);
-    typed
-}
-
-fn read_all(machine: &Machine, mut socket: &UnixStream) -> anyhow::Result<()> {
-    let mut buffer = [0; 4096];
-    loop {
-        let mut fds = [PollFd::new(socket, PollFlags::IN)];
-        let waited = rustix::event::poll(&mut fds, None);
-        // A guest that does not read keeps neither this thread beyond its client nor an upgrade.
-        while !machine.console().is_ready_within(READY) {
-            if has_left(socket) {
-                return Ok(());
-            }
-        }
-        let _inside = BACKGROUND.enter(&format!("what is typed on the console of '{}'", machine.name()));
-        match waited.map_err(std::io::Error::from).and_then(|_| socket.read(&mut buffer)) {
-            Ok(0) => return Ok(()),
-            Ok(n) => machine.console().type_in(&buffer[..n])?,
-            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(_) => return Ok(()),
-        }
-    }
+    machine.shim().watch(&peer.socket(), Watch { stream: shim::Stream::Console, recent, one_child: false })
 }

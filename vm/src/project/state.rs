@@ -18,6 +18,7 @@ use rustix::fs::FlockOperation;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use crate::compose::folder_name;
+use crate::project::revival;
 
 /// The file in a project's folder that the supervisor has locked.
 const LOCK: &str = "lock";
@@ -223,13 +224,21 @@ fn holder(dir: &Path) -> io::Result<Option<u32>> {
     }
 }
 
-/// The supervisor of the project with this compose file, if one lives.
+/// The supervisor of the project with this compose file, if anything of it lives.
 ///
 /// # Errors
 /// The runtime folder can't be used.
 pub fn supervisor(file: &Path) -> anyhow::Result<Option<Found>> {
-    let dir = StateDir::of(file)?.path;
-    let holder = holder(&dir).with_context(|| dir.display().to_string())?;
+    found(StateDir::of(file)?.path)
+}
+
+/// The supervisor of the project with this folder. One that has died while VMs of it live on is followed by another.
+fn found(dir: PathBuf) -> anyhow::Result<Option<Found>> {
+    let holder_of = |dir: &Path| holder(dir).with_context(|| dir.display().to_string());
+    let mut holder = holder_of(&dir)?;
+    if holder.is_none() && revival::revive(&dir)? {
+        holder = holder_of(&dir)?;
+    }
     Ok(holder.map(|process| Found { process, dir }))
 }
 
@@ -244,7 +253,12 @@ pub fn supervisors() -> anyhow::Result<Vec<Found>> {
         entries => entries.map_err(|e| at(&base, &e))?,
     };
     let folders = entries.filter_map(Result::ok).map(|entry| entry.path());
-    let living = folders.filter_map(|dir| Some(Found { process: holder(&dir).ok()??, dir }));
+    let living = folders.filter_map(|dir| {
+        found(dir).unwrap_or_else(|e| {
+            crate::say!("{e:#}");
+            None
+        })
+    });
     let mut living: Vec<Found> = living.collect();
     living.sort_by(|a, b| a.dir.cmp(&b.dir));
     Ok(living)
@@ -259,11 +273,6 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// The descriptors that the program before this one has left.
-    pub fn resume(lock: File, listener: UnixListener) -> Endpoint {
-        Endpoint { lock, listener }
-    }
-
     /// The locked file.
     pub fn lock(&self) -> &File {
         &self.lock

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The supervisor: one process per running project. It holds the zones, starts and watches the VMs, and answers the
-//! commands over its control socket. It carries no data. Every process that it starts dies with it (see [`crate::child`]), so a
-//! crash or a kill leaves nothing behind.
+//! The supervisor: one process per running project. It owns the zones, starts and watches the VMs, and answers the
+//! commands over its control socket. It carries no data, and keeps nothing that it can't read again: each VM, switch and server is the child of a
+//! [shim](crate::shim), and when the supervisor dies the next command starts another one, which goes on with them (`adopt`).
 //!
-//! - `reception`: accepts connections; `requests`: carries out their requests; `lasting`: connections that last.
+//! - `reception`: accepts connections; `requests`: carries out their requests.
 //! - `turn`: one request at a time starts or stops VMs.
 //! - `up`, `plan`, `hypervisor`, `order`: what `up` does; `launch`: the start of one VM. `down`: what `down` does.
 //! - `again`: reboots and restart policies. `members`: memberships in zones. `owners`: VMs that own accelerators.
 //! - `services`: the CPUs of switches, servers and interrupts.
-//! - `status`: the answer to `ps`. `upgrade`, `takeover`: the next program of this process.
+//! - `status`: the answer to `ps`. `adopt`: what an earlier supervisor has left; `leave`: the end of this one before another.
 
 use std::collections::BTreeMap;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -20,30 +20,29 @@ use std::time::Duration;
 
 use rustix::process::{DumpableBehavior, Resource, Rlimit};
 
-use crate::child::main_thread;
 use crate::compose::Project;
-use crate::machine::{Machine, Phase, disks};
+use crate::machine::{Machine, Phase};
 use crate::project::accelerator::Accelerator;
-use crate::project::barrier::{BACKGROUND, REQUESTS};
 use crate::project::control::Event;
 use crate::project::journal;
-use crate::project::losses::Losses;
 use crate::project::network::Network;
 use crate::project::peer::{self, Peer};
+use crate::project::revival;
 use crate::project::session;
 use crate::project::state::{Endpoint, StateDir};
 use crate::project::zones::HostZone;
+use crate::shim::Shim;
 use crate::thread;
-use lasting::Lasting;
 use reception::Connection;
 use requests::Reporter;
 use turn::Turns;
 
+mod adopt;
 mod again;
 mod down;
 mod hypervisor;
-mod lasting;
 mod launch;
+mod leave;
 mod members;
 mod order;
 mod owners;
@@ -52,21 +51,13 @@ mod reception;
 mod requests;
 mod services;
 mod status;
-mod takeover;
 mod turn;
 mod up;
-mod upgrade;
 
-pub use takeover::go_on;
-pub use upgrade::examine;
+pub use adopt::check;
 
 /// The pause between two rounds of [`Supervisor::tend`].
 const TEND: Duration = Duration::from_secs(1);
-/// Time for the main thread to end.
-const END: Duration = Duration::from_secs(1);
-
-/// Starts a thread of this name; what is given makes its work.
-type StartThread<'a> = dyn Fn(&str, &dyn Fn() -> Box<dyn FnOnce() + Send>) -> std::io::Result<()> + 'a;
 
 struct Supervisor {
     dir: StateDir,
@@ -80,9 +71,6 @@ struct Supervisor {
     changing: Turns,
     /// Everything is being stopped.
     ending: AtomicBool,
-    /// This process is about to become another program.
-    upgrading: AtomicBool,
-    lasting: Lasting,
     /// Switches and servers that run on reserved CPUs.
     confined: Mutex<services::Confined>,
 }
@@ -92,21 +80,25 @@ struct Inner {
     /// KVM or TCG, and the reason for it.
     hypervisor: String,
     machines: BTreeMap<String, Arc<Machine>>,
+    /// The shims of VMs whose QEMU is being started.
+    starting: BTreeMap<String, Arc<Shim>>,
     zones: BTreeMap<String, Arc<HostZone>>,
     networks: BTreeMap<String, Arc<Network>>,
     accelerators: BTreeMap<String, Arc<Accelerator>>,
-    /// Zones, networks and accelerators that an upgrade has lost, by their keys in the compose file, with the reasons.
-    lost: BTreeMap<String, String>,
-    /// The number of requests that are being carried out.
-    requests: usize,
+    /// The requests that are being carried out, by number, in words.
+    requests: BTreeMap<u64, String>,
+    /// The number of requests so far.
+    entered: u64,
     /// The number of those that have stopped everything and wait for the end of the others.
     downs: usize,
     /// The supervisor is about to end, and refuses requests.
     withdrawn: bool,
 }
 
-/// The networks and accelerators of a project.
+/// The zones, networks and accelerators of a project.
+#[derive(Default)]
 struct Beside {
+    zones: BTreeMap<String, Arc<HostZone>>,
     networks: BTreeMap<String, Arc<Network>>,
     accelerators: BTreeMap<String, Arc<Accelerator>>,
 }
@@ -115,9 +107,8 @@ impl Inner {
     /// Removes everything but the VMs. The caller ends the returned parts without the lock, since their ends take time.
     #[must_use]
     fn clear(&mut self) -> Beside {
-        self.zones.clear();
-        self.lost.clear();
         Beside {
+            zones: std::mem::take(&mut self.zones),
             networks: std::mem::take(&mut self.networks),
             accelerators: std::mem::take(&mut self.accelerators),
         }
@@ -136,36 +127,6 @@ impl Inner {
         }
         is_current
     }
-
-    /// Notes that an upgrade has lost what the compose file has under `key`.
-    fn lose(&mut self, key: String, why: &str, losses: &mut Losses) {
-        losses.note(format!("{key} is lost ({why}); for a new one: tombolo down && tombolo up"));
-        self.lost.insert(key, why.to_owned());
-    }
-
-    /// As [`Inner::lose`]: the zone's VMs share its memory on, without an owner that declares members dead.
-    fn lose_zone(&mut self, name: &str, why: &str, losses: &mut Losses) {
-        self.lose(format!("zone.{name}"), why, losses);
-        for machine in self.machines.values().filter(|machine| machine.zones().contains_key(name)) {
-            let text = format!(
-                "is in the zone '{name}', which has no owner since the upgrade; for a new one: tombolo down && tombolo up"
-            );
-            losses.note_for(machine.name(), text);
-        }
-    }
-
-    /// Refuses what an upgrade has lost.
-    ///
-    /// # Errors
-    /// It was lost. Names the remedy.
-    fn check_not_lost(&self, key: &str) -> anyhow::Result<()> {
-        match self.lost.get(key) {
-            Some(why) => anyhow::bail!(
-                "{key} was lost in an upgrade ({why}); for a new one: tombolo down && tombolo up"
-            ),
-            None => Ok(()),
-        }
-    }
 }
 
 /// Runs the supervisor of `project` in `dir`; `control` is the inherited connection of the command that started it.
@@ -177,7 +138,6 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     let control = UnixStream::from(unsafe { OwnedFd::from_raw_fd(control) });
     let mut peer = Peer::new(control);
     let state = StateDir::at(dir.to_owned());
-    let queue = main_thread::claim();
     let endpoint = match settle(&state) {
         Ok(Some(endpoint)) => endpoint,
         Ok(None) => return Ok(peer.send(&Event::Taken)?),
@@ -186,38 +146,37 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
             return Ok(peer.send(&Event::Failed { message })?);
         }
     };
-    let inside = REQUESTS.enter("the command that started the project");
     let begun = session::signals().and_then(|signals| {
         let supervisor = Arc::new(Supervisor::new(state, endpoint, signals, project));
-        supervisor.lock().requests = 1;
-        supervisor.attend_to_all(&|name, work| thread::start(name, work()).map(drop))?;
-        Ok(supervisor)
+        let request = supervisor.enter("the command that started the project".into());
+        supervisor.adopt()?;
+        supervisor.attend_to_all()?;
+        Ok((supervisor, request))
     });
-    let supervisor = match begun {
-        Ok(supervisor) => supervisor,
+    let (supervisor, request) = match begun {
+        Ok(begun) => begun,
         Err(e) => {
             let message = format!("the project's supervisor can't begin: {e:#}");
-            return Ok(peer.send(&Event::Failed { message })?);
+            peer.send(&Event::Failed { message })?;
+            // Nothing that lives is given back by it.
+            end();
         }
     };
     peer.send(&Event::Note { text: "ready".into() })?;
     let (own, client) = (supervisor.clone(), peer.socket());
-    if let Err(e) = thread::start("request", move || own.begin(peer, inside)) {
+    if let Err(e) = thread::start("request", move || own.begin(peer, request)) {
         let message = format!("the project's supervisor can't begin: {e}");
         return Ok(peer::send(&client, &Event::Failed { message })?);
     }
-    queue.serve();
-    journal::close();
-    Ok(())
+    loop {
+        std::thread::park();
+    }
 }
 
-/// Ends this process, also where the main thread is stuck in the start of a child. All that this process has started ends with it.
-fn end() {
-    main_thread::end();
-    if !main_thread::has_ended_within(END) {
-        journal::close();
-        std::process::exit(1);
-    }
+/// Ends this process.
+fn end() -> ! {
+    journal::close();
+    std::process::exit(0);
 }
 
 /// Makes this process the project's supervisor. `None`: another process is the supervisor.
@@ -225,8 +184,6 @@ fn settle(state: &StateDir) -> anyhow::Result<Option<Endpoint>> {
     let Some(endpoint) = state.listen()? else { return Ok(None) };
     be_seen()?;
     crate::log::open(&state.path().join("supervisor.log"))?;
-    // Those of a supervisor that was killed: what they lie over may have changed since.
-    disks::discard(state, None);
     // Each VM, console and command takes a few.
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
@@ -249,34 +206,30 @@ impl Supervisor {
                 project,
                 hypervisor: "not known yet".into(),
                 machines: BTreeMap::new(),
+                starting: BTreeMap::new(),
                 zones: BTreeMap::new(),
                 networks: BTreeMap::new(),
                 accelerators: BTreeMap::new(),
-                lost: BTreeMap::new(),
-                requests: 0,
+                requests: BTreeMap::new(),
+                entered: 0,
                 downs: 0,
                 withdrawn: false,
             }),
             changing: Turns::default(),
             ending: AtomicBool::new(false),
-            upgrading: AtomicBool::new(false),
-            lasting: Lasting::default(),
             confined: Mutex::default(),
         }
     }
 
-    /// Begins to hear commands and signals, and to look after zones; `start` has each of them done on a thread.
-    fn attend_to_all(self: &Arc<Self>, start: &StartThread<'_>) -> std::io::Result<()> {
-        let on = |work: fn(&Arc<Self>)| {
+    /// Begins to hear commands and signals, and to look after zones.
+    fn attend_to_all(self: &Arc<Self>) -> std::io::Result<()> {
+        let start = |name, work: fn(&Arc<Self>)| {
             let own = self.clone();
-            move || {
-                let own = own.clone();
-                Box::new(move || work(&own)) as Box<dyn FnOnce() + Send>
-            }
+            thread::start(name, move || work(&own)).map(drop)
         };
-        start("control", &on(Supervisor::receive))?;
-        start("signals", &on(Supervisor::hear_signals))?;
-        start("tend", &on(|own| own.tend()))
+        start("control", Supervisor::receive)?;
+        start("signals", Supervisor::hear_signals)?;
+        start("tend", |own| own.tend())
     }
 
     fn receive(self: &Arc<Self>) {
@@ -302,16 +255,29 @@ impl Supervisor {
         // There may be no place for it, and another user's folder may be in that place.
         let Ok(Some(endpoint)) = self.dir.renew().and_then(|()| self.dir.listen()) else { return };
         *self.endpoint() = endpoint;
+        self.tend_shims();
         let own = self.clone();
         if let Err(e) = thread::start("control", move || own.receive()) {
             crate::say!("no command is heard: {e}");
         }
     }
 
+    /// Makes the sockets of shims again where the project's folder has vanished.
+    fn tend_shims(&self) {
+        let inner = self.lock();
+        let vms = inner.machines.values().map(|machine| machine.shim().listen_again());
+        let networks = inner.networks.values().map(|network| network.listen_again());
+        let zones = inner.zones.values().map(|zone| zone.listen_again());
+        let accelerators = inner.accelerators.values().map(|accelerator| accelerator.listen_again());
+        for failed in vms.chain(networks).chain(zones).chain(accelerators).filter_map(Result::err) {
+            crate::say!("{failed:#}");
+        }
+        if let Err(e) = revival::note(&self.dir, &inner.project) {
+            crate::say!("{e:#}");
+        }
+    }
+
     fn hear_signals(self: &Arc<Self>) {
-        self.signals.wait_there();
-        // It ends with the process: there is nothing left to hand over.
-        let _inside = BACKGROUND.enter("the end of the project, by a signal");
         if self.signals.wait() {
             if let Err(e) = self.down_all(None) {
                 crate::say!("{e:#}");
@@ -324,7 +290,7 @@ impl Supervisor {
     fn tend(self: &Arc<Self>) {
         loop {
             self.tend_endpoint();
-            let inside = BACKGROUND.enter("the care of zones");
+            self.bury();
             for zone in self.all_zones() {
                 if let Err(e) = zone.tend() {
                     crate::say!("{e:#}");
@@ -332,7 +298,6 @@ impl Supervisor {
             }
             self.tend_accelerators();
             self.tend_places();
-            drop(inside);
             let machines: Vec<_> = self.lock().machines.values().cloned().collect();
             for machine in machines {
                 machine.tend_stall();

@@ -1,31 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zones as the supervisor holds them: the one module that knows the crate `tombolo-zone`. The supervisor owns each zone,
-//! keeps a slot for each member, holds a member's liveness while its QEMU runs, and declares it dead when that has ended.
+//! keeps a slot for each member, whose QEMU holds the member's liveness, and declares it dead when that has ended.
+//!
+//! A shim keeps the zone's memory, the owner's lock, the doorbells' connections and what the owner knows, so the next supervisor goes on with them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tombolo_brief::child::leave_sockets;
 use tombolo_calls::hello::Geometry;
 use tombolo_calls::zone::{Area, RING};
-use tombolo_zone::doorbell::handover::{Paused, ServerState};
+use tombolo_zone::doorbell::store::{Kept, Store};
 use tombolo_zone::doorbell::{DoorbellServer, Event};
-use tombolo_zone::keep::{Keep, Kept};
 use tombolo_zone::numa::Nodes;
-use tombolo_zone::zone::handover::ZoneState as ZoneMemory;
+use tombolo_zone::zone::handover::ZoneState;
 use tombolo_zone::{AreaConfig, AreaType, Liveness, MemberId, Role, Zone, ZoneConfig};
 
 use crate::compose::{Backing, Rights, Size, ZoneSpec, ZoneUse};
-use crate::project::losses::Losses;
 use crate::qemu::start::no_process;
+use crate::shim::handle::Safe;
+use crate::shim::{RECORD, Shim};
+
+/// The names of a zone's memory and of its owner's lock in a shim.
+const MEMORY: &str = "memory";
+const LOCK: &str = "lock";
 
 /// Size of the huge pages of `backing = "hugetlb"`, in bytes.
 const HUGE_PAGE: u64 = 2 << 20;
@@ -38,6 +46,10 @@ pub struct HostZone {
     zone: Arc<Zone>,
     bells: DoorbellServer,
     members: Mutex<BTreeMap<String, Held>>,
+    place: Place,
+    /// The process of the shim that keeps it, and what that has of it.
+    kept_by: AtomicU32,
+    saved: Mutex<Option<Record>>,
 }
 
 #[derive(Debug)]
@@ -47,19 +59,138 @@ struct Held {
     liveness: Option<Liveness>,
 }
 
-/// The state of a zone that goes over to the next program.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct HostZoneState {
+/// What the owner of a zone knows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Record {
     name: String,
     spec: ZoneSpec,
-    zone: ZoneMemory,
-    bells: ServerState,
-    members: Vec<(String, MemberId, Option<Kept>)>,
+    zone: ZoneState,
+    members: Vec<(String, MemberId)>,
+}
+
+/// The place in a shim in which a zone is kept.
+#[derive(Clone, Debug)]
+pub struct Place {
+    safe: Arc<Safe>,
+    /// The begin of the names.
+    prefix: String,
+}
+
+impl Place {
+    /// All of a shim.
+    pub fn all(safe: Arc<Safe>) -> Place {
+        Place { safe, prefix: String::new() }
+    }
+
+    /// A part of a shim.
+    pub fn part(safe: &Arc<Safe>, name: &str) -> Place {
+        Place { safe: safe.clone(), prefix: format!("{name}/") }
+    }
+
+    fn name(&self, of: &str) -> String {
+        format!("{}{of}", self.prefix)
+    }
+
+    fn get(&self, of: &str) -> anyhow::Result<OwnedFd> {
+        self.safe.shim().get(&self.name(of))
+    }
+
+    fn record<T: DeserializeOwned>(&self, of: &str) -> anyhow::Result<T> {
+        self.safe.shim().record(&self.name(of))
+    }
+
+    /// Removes what is kept.
+    fn clear(&self) -> anyhow::Result<()> {
+        let shim = self.safe.shim();
+        shim.remove(shim.kept()?.into_iter().filter(|name| name.starts_with(&self.prefix)).collect())
+    }
+}
+
+/// Keeps the clients of a zone's doorbell server.
+struct Bells {
+    place: Place,
+    /// The names of each client's descriptors.
+    names: BTreeMap<u16, Vec<String>>,
+}
+
+/// The name of the shim of a zone of the compose file.
+pub fn shim_of(zone: &str) -> String {
+    format!("zone-{zone}")
+}
+
+/// Checks that this program can go on with a zone of the compose file.
+///
+/// # Errors
+/// It can't read what the shim keeps.
+pub fn check(shim: &Shim) -> anyhow::Result<()> {
+    shim.record::<Record>(RECORD).map(drop)
+}
+
+/// The begin of the names of doorbells, and that of the next peer's id.
+const BELL: &str = "bell.";
+const NEXT_PEER: &str = "next-peer";
+
+impl Store for Bells {
+    fn next_peer(&mut self, next: Option<u16>) {
+        said(self.place.safe.shim().put_record(&self.place.name(NEXT_PEER), &next));
+    }
+
+    fn joined(&mut self, client: &Kept, fds: &[BorrowedFd<'_>]) {
+        let name = |n| self.place.name(&format!("{BELL}{}.{}.{n}", client.peer, client.member));
+        let named: Vec<(String, BorrowedFd<'_>)> =
+            (0..fds.len()).map(name).zip(fds.iter().copied()).collect();
+        said(self.place.safe.shim().put(&named));
+        self.names.insert(client.peer, named.into_iter().map(|(name, _)| name).collect());
+    }
+
+    fn left(&mut self, peer: u16) {
+        if let Some(names) = self.names.remove(&peer) {
+            said(self.place.safe.shim().remove(names));
+        }
+    }
+}
+
+/// A shim that has died is followed by another one, in which all is kept anew ([`HostZone::tend`]).
+fn said(kept: anyhow::Result<()>) {
+    if let Err(e) = kept {
+        crate::say!("{e:#}");
+    }
+}
+
+/// A client with its descriptors.
+type KeptClient = (Kept, Vec<OwnedFd>);
+
+impl Bells {
+    /// The clients that an earlier supervisor has kept.
+    fn find(place: Place) -> anyhow::Result<(Bells, Vec<KeptClient>)> {
+        let shim = place.safe.shim();
+        let mut found: BTreeMap<(u16, u32), Vec<String>> = BTreeMap::new();
+        // In the order of their names, so that a client's connection comes before its vectors.
+        for name in shim.kept()? {
+            let numbers = name.strip_prefix(&place.name(BELL)).map(|rest| rest.split('.'));
+            let Some(mut numbers) = numbers else { continue };
+            let mut next = || numbers.next().and_then(|number| number.parse::<u32>().ok());
+            if let (Some(peer), Some(member)) = (next().and_then(|peer| u16::try_from(peer).ok()), next()) {
+                found.entry((peer, member)).or_default().push(name);
+            }
+        }
+        let mut bells = Bells { place, names: BTreeMap::new() };
+        let mut kept = Vec::new();
+        for ((peer, member), names) in found {
+            let Some(member) = MemberId::new(member) else { continue };
+            let fds = names.iter().map(|name| shim.get(name)).collect::<anyhow::Result<Vec<_>>>()?;
+            kept.push((Kept { peer, member }, fds));
+            bells.names.insert(peer, names);
+        }
+        Ok((bells, kept))
+    }
 }
 
 /// The descriptors by which a VM becomes a member.
 #[derive(Debug)]
 pub struct Invitation {
+    /// The zone's identity.
+    pub uuid: String,
     /// The zone's memory.
     pub memory: OwnedFd,
     /// Its size in bytes.
@@ -78,7 +209,12 @@ impl HostZone {
     ///
     /// # Errors
     /// Names the zone's key and the remedy; a zone that another process holds is 'in use'.
-    pub fn open(name: &str, spec: &ZoneSpec, nodes: Option<Nodes>) -> anyhow::Result<HostZone> {
+    pub fn open(
+        name: &str,
+        spec: &ZoneSpec,
+        nodes: Option<Nodes>,
+        folder: &Path,
+    ) -> anyhow::Result<HostZone> {
         let config = ZoneConfig::new(name, spec.size.0);
         let (zone, new) = match &spec.backing {
             Backing::Memfd => (create(&config, nodes)?, true),
@@ -98,18 +234,19 @@ impl HostZone {
             (true, false) => files_command(name, &zone, "df", &[])?,
             (false, _) => {}
         }
-        HostZone::serve(name, spec.clone(), zone)
+        let safe = Arc::new(Safe::start(folder, &shim_of(name))?);
+        HostZone::serve(name, spec.clone(), zone, Place::all(safe.clone())).inspect_err(|_| safe.shim().end())
     }
 
     /// Makes the zone through which a VM's programs call an accelerator.
     ///
     /// # Errors
     /// When memory or descriptors run out.
-    pub fn for_calls(accelerator: &str, size: u64) -> anyhow::Result<HostZone> {
+    pub fn for_calls(accelerator: &str, size: u64, place: Place) -> anyhow::Result<HostZone> {
         let calls = AreaConfig { kind: AreaType::Calls, name: "calls".into(), size: None };
         let zone = Zone::create(&ZoneConfig::new(accelerator, size).areas(vec![calls]))?;
         let spec = ZoneSpec { size: Size(size), backing: Backing::Memfd, files: false };
-        HostZone::serve(accelerator, spec, zone)
+        HostZone::serve(accelerator, spec, zone, place)
     }
 
     /// Makes the channels of a zone for calls ready for a server in another VM, which comes later.
@@ -132,7 +269,7 @@ impl HostZone {
         Ok(self.bells.ring_member(id)?)
     }
 
-    /// Goes on with the channels that the program before has prepared.
+    /// Goes on with the channels that an earlier supervisor has prepared.
     ///
     /// # Errors
     /// When there is no memory to map it.
@@ -142,57 +279,73 @@ impl HostZone {
         Ok(Area::resume(memory, place.offset, place.len, channels, Geometry { ring: RING, window })?)
     }
 
-    /// Lets the zone's doorbells stand still until what is returned is dropped, and notes what the next program needs.
+    /// Goes on with a zone that an earlier supervisor has made.
     ///
     /// # Errors
-    /// When the doorbell server has ended.
-    pub fn hand_over(&self, keep: &mut Keep) -> anyhow::Result<(HostZoneState, Paused)> {
-        let (bells, paused) = self.bells.pause(keep)?;
-        let members = self.lock();
-        let members = members.iter().map(|(name, held)| {
-            (name.clone(), held.id, held.liveness.as_ref().map(|liveness| keep.add(liveness)))
-        });
-        let members = members.collect();
-        let zone = ZoneMemory::of(&self.zone, keep);
-        Ok((HostZoneState { name: self.name.clone(), spec: self.spec.clone(), zone, bells, members }, paused))
-    }
-
-    /// Goes on with a zone of the program before. Members whose doorbell can't be taken over are noted in `losses`.
-    ///
-    /// # Errors
-    /// When the zone's memory can't be had, or no thread.
-    pub fn take_over(left: HostZoneState, losses: &mut Losses) -> anyhow::Result<HostZone> {
-        let HostZoneState { name, spec, zone, bells, members: left } = left;
-        let zone = Arc::new(zone.resume()?);
-        let mut members = BTreeMap::new();
-        for (member, id, liveness) in left {
-            let liveness = match liveness.map(Kept::take) {
-                Some(Ok(fd)) => Some(Liveness::resume(fd)),
-                // Its QEMU has the lock, too.
-                _ if zone.member(id)?.held_by_vm => None,
-                // A lock whose descriptor is gone is free, and is taken anew.
-                _ => Some(zone.hold(id)?),
-            };
-            members.insert(member, Held { id, liveness });
-        }
-        let (bells, events, lost) = DoorbellServer::resume(zone.clone(), bells)?;
-        for lost in lost {
-            let vm = members.iter().find(|(_, held)| held.id == lost.member).map(|(vm, _)| vm);
-            match vm {
-                Some(vm) => losses.of_vm(vm, &format!("its doorbell in the zone '{name}'"), lost.why),
-                // A process of the host finds its connection closed.
-                None => crate::say!("zone '{name}': the doorbell of a process is lost: {}", lost.why),
-            }
-        }
+    /// When it is not all there, or there is no room for it.
+    pub fn adopt(place: Place) -> anyhow::Result<HostZone> {
+        let record: Record = place.record(RECORD)?;
+        let Record { name, spec, zone, members } = record.clone();
+        let zone = Arc::new(Zone::resume(zone, place.get(MEMORY)?, place.get(LOCK)?)?);
+        let next_peer = place.record(NEXT_PEER).unwrap_or(Some(0));
+        let (store, kept) = Bells::find(place.clone())?;
+        let (bells, events) = DoorbellServer::resume(zone.clone(), kept, next_peer, Box::new(store))?;
         listen(&name, events)?;
-        Ok(HostZone { name, spec, zone, bells, members: Mutex::new(members) })
+        // The QEMU of each holds it.
+        let members = members.into_iter().map(|(name, id)| (name, Held { id, liveness: None })).collect();
+        let (members, kept_by) = (Mutex::new(members), AtomicU32::new(place.safe.shim().pid()));
+        Ok(HostZone { name, spec, zone, bells, members, place, kept_by, saved: Mutex::new(Some(record)) })
     }
 
-    fn serve(name: &str, spec: ZoneSpec, zone: Zone) -> anyhow::Result<HostZone> {
+    fn serve(name: &str, spec: ZoneSpec, zone: Zone, place: Place) -> anyhow::Result<HostZone> {
         let zone = Arc::new(zone);
-        let (bells, events) = DoorbellServer::start(zone.clone())?;
+        let store = Bells { place: place.clone(), names: BTreeMap::new() };
+        let (bells, events) = DoorbellServer::start_with(zone.clone(), Box::new(store))?;
         listen(name, events)?;
-        Ok(HostZone { name: name.to_owned(), spec, zone, bells, members: Mutex::new(BTreeMap::new()) })
+        let (members, kept_by, saved) = (Mutex::default(), AtomicU32::default(), Mutex::default());
+        let zone = HostZone { name: name.to_owned(), spec, zone, bells, members, place, kept_by, saved };
+        zone.put()?;
+        Ok(zone)
+    }
+
+    /// Has the shim keep the zone.
+    fn put(&self) -> anyhow::Result<()> {
+        let Some(lock) = self.zone.owners_lock() else { return Ok(()) };
+        let named = [(self.place.name(MEMORY), self.zone.as_fd()), (self.place.name(LOCK), lock)];
+        let shim = self.place.safe.shim();
+        shim.put(&named)?;
+        self.kept_by.store(shim.pid(), Ordering::Release);
+        self.save()
+    }
+
+    /// Has the shim keep what has changed.
+    fn save(&self) -> anyhow::Result<()> {
+        let Some(zone) = self.zone.state() else { return Ok(()) };
+        let members = self.lock().iter().map(|(name, held)| (name.clone(), held.id)).collect();
+        let record = Record { name: self.name.clone(), spec: self.spec.clone(), zone, members };
+        let mut saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner);
+        if saved.as_ref() != Some(&record) {
+            self.place.safe.shim().put_record(&self.place.name(RECORD), &record)?;
+            *saved = Some(record);
+        }
+        Ok(())
+    }
+
+    /// Gives the shim its socket again, where the project's folder has vanished.
+    ///
+    /// # Errors
+    /// See [`Shim::listen_again`].
+    pub fn listen_again(&self) -> anyhow::Result<()> {
+        self.place.safe.shim().listen_again()
+    }
+
+    /// Ends the zone: what runs in it has ended, or shares its memory on without an owner.
+    pub fn end(&self) {
+        if self.place.prefix.is_empty() {
+            self.place.safe.shim().end();
+        } else if let Err(e) = self.place.clear() {
+            crate::say!("the zone '{}': {e:#}", self.name);
+        }
     }
 
     /// Returns whether a process has truncated the zone's file.
@@ -224,7 +377,8 @@ impl HostZone {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a slot for a VM and holds it alive until [`HostZone::gone`].
+    /// Keeps a slot for a VM, whose QEMU gets the descriptor by which the VM is held, before the memory: whoever is killed, the zone's other members know when the
+    /// VM has ended.
     ///
     /// # Errors
     /// When the zone is full or has a member of this name, or what the file says of limits and subtree can't be had.
@@ -244,25 +398,16 @@ impl HostZone {
         let memory =
             if read_only { self.zone.read_only_fd()? } else { self.zone.as_fd().try_clone_to_owned()? };
         self.lock().insert(member.to_owned(), Held { id, liveness: Some(liveness) });
+        self.save()?;
         if self.spec.files {
             if let Err(e) = self.grant(member, zone_use) {
                 self.gone(member);
                 return Err(e.context(format!("vm.{member}")));
             }
         }
-        Ok(Invitation { memory, size: self.zone.size(), read_only, doorbell, liveness: None })
-    }
-
-    /// As [`Self::invite`], for a VM whose QEMU gets the descriptor by which the VM is held, before the memory: if this process is killed, the zone's other
-    /// members know when the VM has ended.
-    ///
-    /// # Errors
-    /// Those of [`Self::invite`].
-    pub fn invite_held_by_qemu(&self, member: &str, zone_use: &ZoneUse) -> anyhow::Result<Invitation> {
-        let invitation = self.invite(member, zone_use)?;
         let copied = self.copy_liveness(member);
         let liveness = copied.inspect_err(|_| self.gone(member))?;
-        Ok(Invitation { liveness, ..invitation })
+        Ok(Invitation { uuid: self.uuid(), memory, size: self.zone.size(), read_only, doorbell, liveness })
     }
 
     fn copy_liveness(&self, member: &str) -> anyhow::Result<Option<OwnedFd>> {
@@ -293,9 +438,22 @@ impl HostZone {
         let Some(Held { id, liveness }) = self.lock().remove(member) else { return };
         // Its QEMU, which may go on without the zone, has a copy of the descriptor, and so may a process that it has started.
         let (buried, ended) = (self.bury(id), liveness.map_or(Ok(()), Liveness::end));
+        if let Err(e) = self.save() {
+            crate::say!("zone '{}': {e:#}", self.name);
+        }
         for e in buried.err().into_iter().chain(ended.err().map(anyhow::Error::from)) {
             crate::say!("zone '{}', member '{member}': {e:#}", self.name);
         }
+    }
+
+    /// As [`HostZone::gone`], for one that no process holds any more. Returns whether that is so.
+    pub fn gone_if_ended(&self, member: &str) -> bool {
+        let Some(id) = self.lock().get(member).map(|held| held.id) else { return true };
+        let has_ended = self.zone.member(id).is_ok_and(|member| !member.alive);
+        if has_ended {
+            self.gone(member);
+        }
+        has_ended
     }
 
     fn bury(&self, id: MemberId) -> anyhow::Result<()> {
@@ -313,6 +471,7 @@ impl HostZone {
         if self.zone.is_lost() {
             return Ok(());
         }
+        self.keep()?;
         self.zone.beat()?;
         if self.zone.is_lost() {
             // Said once: the next look ends above.
@@ -325,7 +484,24 @@ impl HostZone {
         if !self.zone.reap()?.is_empty() {
             self.bells.ring_all()?;
         }
-        Ok(self.bells.restore(&self.zone)?)
+        self.bells.restore(&self.zone)?;
+        self.save()
+    }
+
+    /// Puts the zone into another shim where that of it has died.
+    fn keep(&self) -> anyhow::Result<()> {
+        self.place.safe.renew()?;
+        if self.place.safe.shim().pid() == self.kept_by.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.put()?;
+        Ok(self.bells.keep_again()?)
+    }
+
+    /// The VMs for which slots are kept.
+    pub fn vms(&self) -> Vec<String> {
+        self.lock().keys().cloned().collect()
     }
 
     /// Everyone who is in the zone, VMs and processes of the host.

@@ -4,7 +4,6 @@
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
-use std::os::unix::fs::FileExt;
 
 use anyhow::Context;
 
@@ -29,27 +28,16 @@ pub const AGENT_PORT: &str = "org.qemu.guest_agent.0";
 /// ones; 8 MiB are left for what the user's own arguments add.
 const FEW_BOUNCE_BUFFERS: &str = " swiotlb=4096";
 
-/// Where a zone's header has its identity, in bytes.
-const UUID_AT: u64 = 16;
-
 /// A guest of the guest kit loads the module for bypassed devices.
 const BYPASS: &str = " tombolo.bypass";
-
-/// The beginning of the value of -name; the VM's name and a comma follow.
-const NAME: &str = "guest=tombolo-";
-
-/// The VM's name in an argument of its QEMU.
-#[must_use]
-pub fn vm_of(argument: &[u8]) -> Option<&str> {
-    let (name, _) = std::str::from_utf8(argument).ok()?.strip_prefix(NAME)?.split_once(',')?;
-    Some(name)
-}
 
 /// One zone as a VM sees it.
 #[derive(Clone, Debug)]
 pub struct ZoneDevice {
     /// The zone's name, and its devices' ids.
     pub name: String,
+    /// The zone's identity.
+    pub uuid: String,
     /// The zone's memory, as numbered in QEMU.
     pub memory: RawFd,
     /// Its size in bytes.
@@ -111,7 +99,7 @@ impl CommandLine {
 /// This QEMU can't express the part of the host that the VM lies on.
 pub fn arguments(plan: &Plan<'_>) -> anyhow::Result<Vec<OsString>> {
     let mut line = CommandLine(Vec::new());
-    line.add("-name", format!("{NAME}{},debug-threads=on", plan.name));
+    line.add("-name", format!("guest=tombolo-{},debug-threads=on", plan.name));
     add_machine(&mut line, plan)?;
     // Devices of a VM that lies on a part of the host are behind its root complexes, at the end.
     let devices = plan.spec.devices.iter().filter(|_| plan.placement.is_none());
@@ -220,7 +208,7 @@ fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) -> anyhow::Res
         let zone = plan.zones.iter().find(|zone| zone.name == root.zone);
         let zone =
             zone.with_context(|| format!("vm.{}.root: the zone '{}' is not there", plan.name, root.zone))?;
-        cmdline.push_str(&format!(" tombolo.root={}:{}", identity(zone.memory)?, root.path));
+        cmdline.push_str(&format!(" tombolo.root={}:{}", zone.uuid.replace('-', ""), root.path));
     }
     if let Some(more) = &plan.spec.cmdline {
         cmdline.push(' ');
@@ -228,14 +216,6 @@ fn add_boot(line: &mut CommandLine, plan: &Plan<'_>, boot: &Boot) -> anyhow::Res
     }
     line.add("-append", cmdline);
     Ok(())
-}
-
-/// The identity in a zone's header, in hexadecimal digits.
-fn identity(memory: RawFd) -> anyhow::Result<String> {
-    let mut uuid = [0; 16];
-    let file = std::fs::File::open(format!("/proc/self/fd/{memory}"));
-    file.and_then(|file| file.read_exact_at(&mut uuid, UUID_AT)).context("reading a zone's header")?;
-    Ok(uuid.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// A folder of the host, over 9p.
@@ -482,8 +462,14 @@ mod tests {
 
     #[test]
     fn a_zone_is_a_pmem_device_and_a_doorbell() {
-        let zone =
-            ZoneDevice { name: "z".into(), memory: 11, size: 64 << 20, read_only: false, doorbell: 12 };
+        let zone = ZoneDevice {
+            name: "z".into(),
+            uuid: "u".into(),
+            memory: 11,
+            size: 64 << 20,
+            read_only: false,
+            doorbell: 12,
+        };
         let line = line(
             "",
             Hypervisor::Kvm,

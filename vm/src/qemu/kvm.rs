@@ -168,8 +168,7 @@ fn run(
     child::tie(&mut command, std::slice::from_ref(&initramfs));
     let start = Instant::now();
     let mut qemu = child::Guarded::spawn(command)?;
-    let out = qemu.take_stdout()?;
-    let err = qemu.take_stderr()?;
+    let (Some(out), Some(err)) = qemu.take_output() else { anyhow::bail!("its output is not piped") };
     let (lines, said) = mpsc::channel();
     let failures = lines.clone();
     // They end with QEMU's outputs, which another process may have: a script that starts QEMU.
@@ -202,7 +201,7 @@ fn run(
             }
         }
     };
-    qemu.kill();
+    drop(qemu);
     Ok(verdict)
 }
 

@@ -10,15 +10,15 @@
 //! - [`mod@server`]: the server, [`DoorbellServer`].
 //! - [`mod@client`]: [`Bell`], a host process's own doorbell.
 //! - [`mod@process`]: the process at the other end of a connection.
-//! - [`handover`]: the server as the next program of its process goes on with it.
+//! - [`store`]: where a server's clients are kept, for a server that goes on when it has died.
 //! - `host`: the socket at which host processes other than the owner connect.
 
 mod allowance;
 pub mod client;
-pub mod handover;
 mod host;
 pub mod process;
 pub mod server;
+pub mod store;
 pub mod wire;
 
 pub use client::Bell;

@@ -20,11 +20,10 @@ use tombolo_listen::Name;
 
 use super::allowance::{Allowance, Answer, MAX_CONNECTIONS};
 use super::client::Bell;
-use super::handover::{ClientState, Paused, ServerState, Taken};
 use super::process::Process;
+use super::store::{self, Kept, NoStore, Store};
 use super::{VECTORS, host, wire};
-use crate::door::{Door, DoorState};
-use crate::keep::Keep;
+use crate::door::Door;
 use crate::{Error, Member, MemberId, Result, Role, Zone};
 
 /// Connected processes of the host that have not sent their member number yet.
@@ -116,11 +115,8 @@ enum Command {
     Unlisten {
         member: MemberId,
     },
-    /// Answer, then stand still until `resume` ends.
-    Pause {
-        taken: Sender<Taken>,
-        resume: Receiver<()>,
-    },
+    /// The store has lost what it kept.
+    KeepAgain,
     Stop,
 }
 
@@ -143,14 +139,20 @@ pub struct DoorbellServer {
 impl DoorbellServer {
     /// Starts the server of a zone that can be written; events come from the receiver.
     pub fn start(zone: Arc<Zone>) -> Result<(DoorbellServer, Receiver<Event>)> {
+        Self::start_with(zone, Box::new(NoStore))
+    }
+
+    /// As [`Self::start`]; the server's clients are kept in `store`.
+    pub fn start_with(zone: Arc<Zone>, store: Box<dyn Store>) -> Result<(DoorbellServer, Receiver<Event>)> {
         let hosts = host::listen(zone.uuid())?;
-        Self::begin(zone, hosts, Bells::default(), |_| ())
+        Self::begin(zone, hosts, Bells::default(), store, |_| ())
     }
 
     pub(super) fn begin(
         zone: Arc<Zone>,
         hosts: Door,
         bells: Bells,
+        store: Box<dyn Store>,
         fill: impl FnOnce(&mut Work),
     ) -> Result<(DoorbellServer, Receiver<Event>)> {
         let (commands, command_receiver) = channel();
@@ -168,6 +170,7 @@ impl DoorbellServer {
             clients: BTreeMap::new(),
             next_peer: Some(0),
             closed_until: None,
+            store,
         };
         fill(&mut work);
         let thread = std::thread::Builder::new()
@@ -175,20 +178,6 @@ impl DoorbellServer {
             .spawn(move || work.run())
             .map_err(|e| Error::io("starting the doorbell server's thread", e))?;
         Ok((DoorbellServer { commands, wake, bells, thread: Some(thread) }, event_receiver))
-    }
-
-    /// Lets the server stand still, and says what the next program of this process needs to go on as it. Sockets with names
-    /// ([`DoorbellServer::listen`]) are not handed over.
-    ///
-    /// # Errors
-    /// When the server's thread has ended.
-    pub fn pause(&self, keep: &mut Keep) -> Result<(ServerState, Paused)> {
-        let gone = |_| Error::io("pausing the doorbell server", io::Error::from(io::ErrorKind::BrokenPipe));
-        let ((taken, answer), (resume, waits)) = (channel(), channel());
-        self.command(Command::Pause { taken, resume: waits })?;
-        let taken = answer.recv().map_err(gone)?;
-        keep.extend(taken.keep);
-        Ok((taken.state, Paused { _resume: resume, _copies: taken.copies }))
     }
 
     /// Makes the socket that a member's QEMU connects to (`-chardev socket,path=…,id=bell -device ivshmem-doorbell,chardev=bell,vectors=1`). Replaces a socket
@@ -213,6 +202,11 @@ impl DoorbellServer {
         let (listener, name) = tombolo_listen::listen(path, Some(0o600)).map_err(|e| failed(e.into()))?;
         listener.set_nonblocking(true).map_err(failed)?;
         self.command(Command::Listen { member, listener: listener.into(), name, knock })
+    }
+
+    /// Has the [store](Store) keep all clients anew.
+    pub fn keep_again(&self) -> Result<()> {
+        self.command(Command::KeepAgain)
     }
 
     /// Ends a member's socket and connection.
@@ -316,13 +310,15 @@ pub(super) struct Client {
     pub(super) member: MemberId,
     pub(super) stream: Brief<UnixStream>,
     pub(super) backlog: VecDeque<(i64, Option<Arc<OwnedFd>>)>,
+    /// It is in the store.
+    pub(super) is_kept: bool,
 }
 
 pub(super) struct Work {
     zone: Arc<Zone>,
     hosts: Door,
     /// Processes of the host that have not sent their member number yet.
-    pub(super) unnamed: VecDeque<Brief<UnixStream>>,
+    unnamed: VecDeque<Brief<UnixStream>>,
     commands: Receiver<Command>,
     events: Sender<Event>,
     wake: Arc<OwnedFd>,
@@ -332,6 +328,7 @@ pub(super) struct Work {
     pub(super) next_peer: Option<u16>,
     /// No connection is accepted before this time.
     closed_until: Option<Instant>,
+    store: Box<dyn Store>,
 }
 
 impl Work {
@@ -378,14 +375,11 @@ impl Work {
                             self.leave(peer, "its doorbell was taken away".to_owned());
                         }
                     }
-                    Command::Pause { taken, resume } => {
-                        // The process that asked may wait no longer.
-                        if let Ok(state) = self.hand_over() {
-                            let _given_up = taken.send(state);
-                        }
-                        // The channel's end, too, tells that there is no answer.
-                        drop(taken);
-                        let _goes_on = resume.recv();
+                    Command::KeepAgain => {
+                        self.store.next_peer(self.next_peer);
+                        self.clients.values_mut().for_each(|client| client.is_kept = false);
+                        let peers: Vec<u16> = self.clients.keys().copied().collect();
+                        peers.into_iter().for_each(|peer| self.flush(peer));
                     }
                     Command::Stop => {
                         std::mem::take(&mut self.listeners).into_values().for_each(Listening::forget);
@@ -523,7 +517,7 @@ impl Work {
         let is_alone = self.require_alone(member);
         let next = || self.next_peer.ok_or("all 65536 peer ids were used; restart the zone".to_owned());
         let peer = is_alone.and_then(|()| next()).inspect_err(|_| wire::refuse(&stream))?;
-        self.clients.insert(peer, Client { member, stream, backlog: VecDeque::new() });
+        self.clients.insert(peer, Client { member, stream, backlog: VecDeque::new(), is_kept: false });
         self.introduce(member, peer).map_err(|error| {
             // Nothing was sent to it yet.
             if let Some(client) = self.clients.remove(&peer) {
@@ -552,6 +546,7 @@ impl Work {
         }
         // From here on the id is used, also after an error.
         self.next_peer = peer.checked_add(1);
+        self.store.next_peer(self.next_peer);
         let others: Vec<u16> = self.clients.keys().copied().filter(|other| *other != peer).collect();
         for vector in &vectors {
             backlog.push_back((i64::from(peer), Some(Arc::clone(vector))));
@@ -615,6 +610,12 @@ impl Work {
                 }
             }
         }
+        if !std::mem::replace(&mut client.is_kept, true) {
+            if let Some(bell) = lock(&self.bells).get(&peer) {
+                let kept = Kept { peer, member: client.member };
+                self.store.joined(&kept, &store::descriptors(&client.stream, &bell.vectors));
+            }
+        }
     }
 
     /// Forgets a peer and tells the other clients, each of which may turn out to have closed as well.
@@ -629,10 +630,11 @@ impl Work {
             // flush() may call this again; each time with a client less.
             self.flush(other);
         }
+        self.store.left(peer);
     }
 
     /// Takes a peer that is no client any more out of its member's slot, and tells the clients.
-    pub(super) fn announce_end(&mut self, member: MemberId, peer: u16, why: String) {
+    fn announce_end(&mut self, member: MemberId, peer: u16, why: String) {
         if self.zone.doorbell(member).is_ok_and(|there| there == Some(peer)) {
             // The zone was writable when the slot was set.
             let _ = self.zone.set_doorbell(member, None);
@@ -647,29 +649,6 @@ impl Work {
                 client.backlog.push_back((peer, None));
             }
         }
-    }
-
-    fn hand_over(&self) -> io::Result<Taken> {
-        let (mut keep, mut copies) = (Keep::default(), Vec::new());
-        let bells = lock(&self.bells);
-        let bells =
-            bells.iter().map(|(peer, all)| (*peer, all.vectors.iter().map(|v| keep.add(v)).collect()));
-        let bells = bells.collect();
-        let mut clients = Vec::new();
-        for (peer, client) in &self.clients {
-            let mut backlog = Vec::new();
-            for (value, fd) in &client.backlog {
-                let copy = fd.as_ref().map(|fd| fd.try_clone()).transpose()?;
-                backlog.push((*value, copy.as_ref().map(|copy| keep.add(copy))));
-                copies.extend(copy);
-            }
-            let stream = keep.add(&client.stream);
-            clients.push(ClientState { peer: *peer, member: client.member, stream, backlog });
-        }
-        let unnamed = self.unnamed.iter().map(|stream| keep.add(stream)).collect();
-        let hosts = DoorState::of(&self.hosts, &mut keep);
-        let state = ServerState { hosts, unnamed, bells, clients, next_peer: self.next_peer };
-        Ok(Taken { state, keep, copies })
     }
 
     fn peers_of(&self, member: MemberId) -> Vec<u16> {

@@ -220,7 +220,7 @@ fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
     let mut command = Command::new(program);
     command.args(["zone", "serve"]).arg(path).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     command.current_dir("/");
-    crate::daemon::detach(&mut command, None);
+    crate::daemon::detach(&mut command, &[]);
     command.spawn().with_context(|| format!("starting {}", program.display()))
 }
 

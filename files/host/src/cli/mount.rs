@@ -145,7 +145,7 @@ fn background(args: &Args, json: bool) -> anyhow::Result<()> {
     // It would keep the caller's folder busy.
     command.current_dir("/");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    tombolo_zone::daemon::detach(&mut command, None);
+    tombolo_zone::daemon::detach(&mut command, &[]);
     let mut child = command.spawn().context("starting the mount's process")?;
     let (mut line, mut by) = (String::new(), String::new());
     if let Some(out) = child.stdout.take() {

@@ -2,29 +2,27 @@
 //! The server's process on this host: how it is started, told of its slots, and asked.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::process::Signal;
 use serde::de::DeserializeOwned;
 use tombolo_control::accel::{Answer, Listing, Request};
 use tombolo_control::socket::Answer as _;
 
+use super::adopt::Record;
 use super::slot::{Channels, Reach, Slot};
-use crate::child::{self, Guarded};
 use crate::compose::Project;
 use crate::compose::accelerator::AccelSpec;
-use crate::project::barrier::BACKGROUND;
 use crate::project::keeper::{ANSWER, Service};
 use crate::project::patience::Patience;
 use crate::project::peer::Peer;
-use crate::project::zones::HostZone;
+use crate::project::zones::{HostZone, Place as ZonePlace};
+use crate::shim::handle::Safe;
+use crate::shim::{Order, Place, RECORD, Shim};
 
 /// An accelerator's settings and slots, and the connection to the process that serves them.
 #[derive(Debug)]
@@ -33,11 +31,23 @@ pub(super) struct Server {
     pub(super) spec: AccelSpec,
     /// The folder in which workers of this host compile. It is removed with the accelerator.
     pub(super) scratch: Option<PathBuf>,
+    /// The shim that keeps the zones of the VMs.
+    pub(super) safe: Arc<Safe>,
     /// Held while a server is told of slots, which may take long; locked before the others.
     pub(super) telling: Mutex<()>,
     pub(super) slots: Mutex<BTreeMap<String, Slot>>,
     /// It serves every slot.
     pub(super) link: Mutex<Option<Arc<Mutex<Peer>>>>,
+    /// The connection to a process that is being started, for its shim.
+    pub(super) started: Mutex<Option<UnixStream>>,
+}
+
+/// The name of the connection in the shim of a server's process.
+pub(super) const LINK: &str = "link";
+
+/// The name of the shim that keeps an accelerator's zones.
+pub fn safe_of(accelerator: &str) -> String {
+    format!("calls-{accelerator}")
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -64,8 +74,6 @@ pub(super) fn look(link: Arc<Mutex<Peer>>, process: u32) -> Result<Listing, &'st
     const SILENT: &str = "does not answer";
     let (sender, answer) = mpsc::channel();
     let asking = crate::thread::start("look", move || {
-        // Another program can't go on with a server that owes an answer.
-        let _inside = BACKGROUND.enter("a question to the server of an accelerator");
         // A late answer has no receiver.
         let _late = sender.send(ask(&link, &Request::Ls));
     });
@@ -94,7 +102,7 @@ impl Server {
                 continue;
             }
             let used = used.of(&self.spec);
-            let zone = HostZone::for_calls(&self.name, used.zone_bytes())
+            let zone = HostZone::for_calls(&self.name, used.zone_bytes(), ZonePlace::part(&self.safe, vm))
                 .with_context(|| format!("the zone of vm.{vm} for accel.{}", self.name))?;
             let channels = if self.spec.vm.is_some() {
                 let (channels, window) = used.geometry();
@@ -111,34 +119,44 @@ impl Server {
             // A server that is about to be started is told of it then.
             lock(&self.slots).insert(vm.clone(), slot);
         }
-        Ok(())
+        self.save()
+    }
+
+    /// Has the shim keep what is known of the slots.
+    pub(super) fn save(&self) -> anyhow::Result<()> {
+        let slots = lock(&self.slots).iter().map(|(vm, slot)| (vm.clone(), slot.record())).collect();
+        let record =
+            Record { name: self.name.clone(), spec: self.spec.clone(), scratch: self.scratch.clone(), slots };
+        self.safe.shim().put_record(RECORD, &record)
     }
 }
 
 impl Service for Server {
     type Link = Peer;
 
-    /// The server dies with the thread that starts it.
-    fn spawn(&self, log: File) -> anyhow::Result<(Guarded, Peer)> {
+    fn order(&self) -> anyhow::Result<(Order, Vec<OwnedFd>, Peer)> {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_read_timeout(Some(ANSWER))?;
-        let mut command = crate::child::own_program();
-        command.args(["accel", "serve", "--overseen"]);
-        if let Some(scratch) = &self.scratch {
-            command.env("TMPDIR", scratch);
-        }
+        let mut arguments: Vec<String> = ["accel", "serve", "--overseen"].map(str::to_owned).into();
         if let Some(metrics) = &self.spec.metrics {
-            command.args(["--metrics", &metrics.to_string()]);
+            arguments.extend(["--metrics".to_owned(), metrics.to_string()]);
         }
         if self.spec.unconfined {
-            command.arg("--unconfined");
+            arguments.push("--unconfined".to_owned());
         }
+        let mut environment = BTreeMap::new();
+        let text = |path: &Path| {
+            path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
+        };
         if let Some(cgroup) = &self.spec.cgroup {
-            command.arg("--cgroup").arg(cgroup);
+            arguments.extend(["--cgroup".to_owned(), text(cgroup)?]);
         }
-        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(log);
-        child::tie_own(&mut command, Signal::KILL, &[]);
-        Ok((Guarded::spawn(command)?, Peer::new(ours)))
+        if let Some(scratch) = &self.scratch {
+            environment.insert("TMPDIR".to_owned(), text(scratch)?);
+        }
+        *lock(&self.started) = Some(ours.try_clone()?);
+        let order = Order { arguments, environment, places: vec![Place::Child(0)], ..Order::default() };
+        Ok((order, vec![theirs.into()], Peer::new(ours)))
     }
 
     /// Tells a new server whom it serves. A VM can damage its own zone, so that no server can enter it again; the others are served.
@@ -163,7 +181,7 @@ impl Service for Server {
             }
         }
         *lock(&self.link) = Some(link);
-        Ok(())
+        self.save()
     }
 
     fn ended(&self) {
@@ -174,5 +192,12 @@ impl Service for Server {
                 crate::say!("{e:#}");
             }
         }
+    }
+
+    fn keep(&self, shim: &Shim, starts: u32) -> anyhow::Result<()> {
+        if let Some(link) = lock(&self.started).take() {
+            shim.put(&[(LINK.to_owned(), link.as_fd())])?;
+        }
+        shim.put_record(RECORD, &starts)
     }
 }

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use tombolo_calls::zone::Area;
 use tombolo_control::accel::{Guest, Request};
 
+use super::adopt::SlotRecord;
 use crate::compose::accelerator::AccelUse;
 use crate::project::owner::{self, Client};
 use crate::project::zones::HostZone;
@@ -49,6 +50,12 @@ impl std::fmt::Debug for Channels {
 }
 
 impl Slot {
+    /// What the next supervisor needs to know.
+    pub(super) fn record(&self) -> SlotRecord {
+        let (used, served, library, reach) = (self.used.clone(), self.served, self.library, self.reach());
+        SlotRecord { used, served, library, reach }
+    }
+
     /// None: no VM serves it.
     pub(super) fn reach(&self) -> Option<Reach> {
         self.channels.as_ref().map(|channels| channels.reach)

@@ -6,25 +6,40 @@ use crate::compose::accelerator::{AccelSpec, AccelUse};
 use crate::project::keeper::Service;
 use crate::project::patience::tests::Processes;
 use crate::project::peer::Peer;
+use crate::project::zones::Place;
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use tombolo_control::accel::{Answer, Request};
 
-/// Slots of the VMs a and b, whose server may refuse a.
-fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
-    let slot = |served| {
-        let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
-        Slot { zone, used: AccelUse::default(), served, library: None, channels: None }
-    };
-    let slots = [("a".to_owned(), slot(before)), ("b".to_owned(), slot(before))];
-    let server = Server {
+/// A server of these slots, whose zones are in `safe`.
+fn server(safe: Arc<Safe>, slots: BTreeMap<String, Slot>) -> Server {
+    Server {
         name: "cl".into(),
         spec: AccelSpec::default(),
         scratch: None,
+        safe,
         telling: Mutex::default(),
-        slots: Mutex::new(slots.into()),
+        slots: Mutex::new(slots),
         link: Mutex::default(),
+        started: Mutex::default(),
+    }
+}
+
+fn zone(safe: &Arc<Safe>, vm: &str) -> Arc<HostZone> {
+    Arc::new(HostZone::for_calls("cl", 8 << 20, Place::part(safe, vm)).unwrap())
+}
+
+/// Slots of the VMs a and b, whose server may refuse a.
+fn refused(before: Option<bool>) -> (anyhow::Result<()>, Vec<Option<bool>>) {
+    let dir = tempfile::tempdir().unwrap();
+    let safe = Arc::new(Safe::start(dir.path(), "calls-cl").unwrap());
+    let slot = |vm: &str| {
+        let (zone, served) = (zone(&safe, vm), before);
+        Slot { zone, used: AccelUse::default(), served, library: None, channels: None }
     };
+    let slots = ["a", "b"].map(|vm| (vm.to_owned(), slot(vm)));
+    let server = server(safe.clone(), slots.into());
     let (ours, theirs) = UnixStream::pair().unwrap();
     let answering = std::thread::spawn(move || {
         for line in BufReader::new(&theirs).lines().map_while(Result::ok) {
@@ -55,16 +70,16 @@ fn a_zone_that_no_server_could_ever_enter_is_an_error() {
 
 #[test]
 fn a_server_that_hangs_while_it_is_told_of_a_vm_holds_up_no_look_at_the_seats() {
-    let zone = Arc::new(HostZone::for_calls("cl", 8 << 20).unwrap());
-    let slot = Slot { zone, used: AccelUse::default(), served: None, library: None, channels: None };
-    let server = Server {
-        name: "cl".into(),
-        spec: AccelSpec::default(),
-        scratch: None,
-        telling: Mutex::default(),
-        slots: Mutex::new([("a".to_owned(), slot)].into()),
-        link: Mutex::default(),
+    let dir = tempfile::tempdir().unwrap();
+    let safe = Arc::new(Safe::start(dir.path(), "calls-cl").unwrap());
+    let slot = Slot {
+        zone: zone(&safe, "a"),
+        used: AccelUse::default(),
+        served: None,
+        library: None,
+        channels: None,
     };
+    let server = server(safe, [("a".to_owned(), slot)].into());
     let (ours, theirs) = UnixStream::pair().unwrap();
     std::thread::scope(|scope| {
         let telling = scope.spawn(|| server.begin(Peer::new(ours)));

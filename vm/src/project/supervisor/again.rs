@@ -12,13 +12,12 @@ use super::launch::Wanted;
 use super::turn::Of;
 use crate::guest::kit;
 use crate::machine::{Exit, Machine, Phase, Sequel, growth, stop};
-use crate::project::barrier::Inside;
 use crate::project::control::Stage;
 use crate::qemu::version::Qemu;
 
 impl Supervisor {
     /// Called once when a VM's QEMU has ended, on the thread that waits for it.
-    pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit, inside: Inside) {
+    pub(super) fn ended(self: &Arc<Self>, machine: &Arc<Machine>, exit: Exit) {
         let left = machine.zones();
         self.leave_zones(machine.name(), left.keys());
         let sequel = machine.set_ended(exit);
@@ -26,13 +25,14 @@ impl Supervisor {
         for name in machine.zones().keys().filter(|name| !left.contains_key(*name)) {
             self.leave_zone(machine.name(), name);
         }
-        drop(inside);
         self.follow_up(machine, sequel);
     }
 
-    /// Does what follows the end of a VM, which another program of this process may have noted.
+    /// Does what follows the end of a VM, which an earlier supervisor may have noted.
     pub(super) fn follow_up(self: &Arc<Self>, machine: &Arc<Machine>, sequel: Sequel) {
-        machine.close_consoles();
+        if machine.phase() != Phase::Rebooting {
+            machine.shim().unwatch();
+        }
         match sequel {
             Sequel::Reboot => self.reboot(machine),
             Sequel::Policy => self.start_again(machine),
@@ -166,9 +166,9 @@ impl Supervisor {
 
     /// Sends those away who watch the console of a VM that does not reboot any more, as a command has stopped it meanwhile.
     fn end_console(&self, old: &Arc<Machine>) {
-        let next = self.lock().machines.get(old.name()).filter(|next| !Arc::ptr_eq(next, old)).cloned();
-        if next.is_none_or(|next| !std::ptr::eq(next.console(), old.console())) {
-            old.console().close();
+        let next = self.lock().machines.get(old.name()).cloned();
+        if next.is_none_or(|next| !Arc::ptr_eq(next.shim(), old.shim())) {
+            old.shim().unwatch();
         }
     }
 

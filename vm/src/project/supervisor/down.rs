@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The stop of VMs, and of the project with the last of them. It takes [`LONGEST`] at most: a command that is in the way is cut off
-//! by the end of its VMs, and if that does not help by the end of this process, with which everything ends that it started.
+//! by the end of its VMs, and if that does not help by the end of all shims, with which everything ends that was started.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use super::requests::SILENT;
 use super::turn::{Of, Turn};
 use super::{Beside, Reporter, Supervisor};
 use crate::machine::{Machine, Phase, disks, stop};
-use crate::project::barrier::REQUESTS;
 use crate::project::control::{Event, Stage};
 use crate::project::keeper;
+use crate::shim::{self, Shim};
 use crate::thread;
 
 /// For a command that is in the way to end by itself.
@@ -117,12 +117,12 @@ impl Supervisor {
         self.lock().downs += 1;
         let others = || {
             let inner = self.lock();
-            inner.requests > inner.downs
+            inner.requests.len() > inner.downs
         };
         while others() {
             if Instant::now() >= until.min(latest) {
                 let others: Vec<String> =
-                    REQUESTS.inside().into_iter().filter(|what| what != "down").collect();
+                    self.lock().requests.values().filter(|what| *what != "down").cloned().collect();
                 let text = format!("the supervisor ends, though this does not: {}", others.join(", "));
                 reporter.send(&Event::Note { text });
                 self.lock().withdrawn = true;
@@ -135,6 +135,7 @@ impl Supervisor {
 
     fn clear_all(&self, reporter: Option<&Reporter>) -> anyhow::Result<()> {
         // A start in progress is cut short rather than waited for.
+        self.lock().starting.values().for_each(|shim| shim.kill());
         self.cancel(|machine| machine.phase() == Phase::Booting);
         let free = self.changing.take_within(Of::All, COURTESY);
         let until = Instant::now() + if free.is_some() { stop::LONGEST } else { BESIDE };
@@ -149,6 +150,7 @@ impl Supervisor {
                 reporter.send(&Event::Note { text: text.into() });
             }
             self.lock().withdrawn = true;
+            self.end_shims();
             self.dir.remove(self.endpoint().lock());
             return Ok(());
         }
@@ -158,6 +160,16 @@ impl Supervisor {
         beside.end();
         self.dir.remove(self.endpoint().lock());
         Ok(())
+    }
+
+    /// Ends all shims of the project, and with each its child.
+    fn end_shims(&self) {
+        for name in shim::handle::names(self.dir.path()).unwrap_or_default() {
+            match Shim::find(self.dir.path(), &name) {
+                Ok(shim) => shim.into_iter().for_each(|shim| shim.end()),
+                Err(e) => crate::say!("{e:#}"),
+            }
+        }
     }
 
     /// Stops VMs while another command has the turn, in good order as ever: a guest that has nothing to do with that command has its time to
@@ -222,19 +234,22 @@ impl Supervisor {
         let mut errors = Vec::new();
         for ((_, machine), stopped) in chosen.iter().zip(stopped) {
             match stopped.unwrap_or_else(|| Err(anyhow::anyhow!("a thread that stops a VM failed"))) {
-                Ok(()) => {
-                    let is_removed = self.lock().remove(machine);
-                    // Where there is a next machine, it has the zones and the disks.
-                    if is_removed {
-                        self.leave_zones(machine.name(), machine.zones().keys());
-                        disks::discard(&self.dir, Some(machine.name()));
-                    }
-                }
+                Ok(()) => self.forget(machine),
                 Err(e) => errors.push(format!("{e:#}")),
             }
         }
         anyhow::ensure!(errors.is_empty(), "{}", errors.join("\n"));
         Ok(())
+    }
+
+    /// Removes a VM that was stopped. Where there is a next machine, that has the shim, the zones and the disks.
+    pub(super) fn forget(&self, machine: &Arc<Machine>) {
+        let is_removed = self.lock().remove(machine);
+        if is_removed {
+            machine.shim().end();
+            self.leave_zones(machine.name(), machine.zones().keys());
+            disks::discard(&self.dir, Some(machine.name()));
+        }
     }
 
     /// Identities of the zones that a VM has mounted.
@@ -250,8 +265,9 @@ impl Supervisor {
 type Job = Box<dyn FnOnce() + Send>;
 
 impl Beside {
-    /// Ends switches and servers, all at the same time.
+    /// Ends zones, then switches and servers, all at the same time.
     pub(super) fn end(self) {
+        self.zones.values().for_each(|zone| zone.end());
         let networks = self.networks.into_values().map(|network| Box::new(move || drop(network)) as Job);
         let accelerators = self.accelerators.into_values();
         let accelerators = accelerators.map(|accelerator| Box::new(move || drop(accelerator)) as Job);

@@ -21,6 +21,7 @@ use crate::project::network::{Network, Nic};
 use crate::project::zones::Invitation;
 use crate::qemu::Hypervisor;
 use crate::qemu::version::Qemu;
+use crate::shim::Shim;
 
 /// A VM that is to be started.
 pub(super) struct Wanted {
@@ -55,7 +56,6 @@ impl Supervisor {
         report: &dyn Fn(Stage, &str),
     ) -> anyhow::Result<()> {
         report(Stage::Starting, growth::advice(&wanted.spec).unwrap_or_default());
-        self.check_parts(&wanted.spec)?;
         let zones = wanted.zones.clone();
         let nics = self.nics(&wanted.name, &wanted.spec);
         let machine = self.start_machine(wanted, &nics, registered)?;
@@ -107,6 +107,39 @@ impl Supervisor {
         nics: &[Nic],
         registered: &dyn Fn(&Arc<Machine>),
     ) -> anyhow::Result<Arc<Machine>> {
+        self.dir.renew()?;
+        let name = wanted.name.clone();
+        let shim = match &wanted.before {
+            Some(before) if !before.shim().has_ended() => before.shim().clone(),
+            _ => self.new_shim(&name)?,
+        };
+        self.lock().starting.insert(name.clone(), shim.clone());
+        self.start_in(shim.clone(), wanted, nics, registered).inspect_err(|_| {
+            // It is no machine's where QEMU has not been started.
+            self.lock().starting.remove(&name);
+            let machine = self.lock().machines.get(&name).cloned();
+            if machine.is_none_or(|machine| !Arc::ptr_eq(machine.shim(), &shim)) {
+                shim.end();
+            }
+        })
+    }
+
+    /// A shim for a VM, whose machine before, if there was one, has ended.
+    fn new_shim(&self, vm: &str) -> anyhow::Result<Arc<Shim>> {
+        let before = self.lock().machines.get(vm).cloned();
+        if let Some(before) = before {
+            before.shim().end();
+        }
+        Ok(Arc::new(Shim::start(self.dir.path(), &format!("vm-{vm}"))?))
+    }
+
+    fn start_in(
+        self: &Arc<Self>,
+        shim: Arc<Shim>,
+        wanted: Wanted,
+        nics: &[Nic],
+        registered: &dyn Fn(&Arc<Machine>),
+    ) -> anyhow::Result<Arc<Machine>> {
         let Wanted {
             name,
             spec,
@@ -122,9 +155,8 @@ impl Supervisor {
             placement,
             formats,
         } = wanted;
-        self.dir.renew()?;
         let memory = if slow { Layout::slow(spec.memory.0) } else { growth::layout(&name, &spec)? };
-        let devices = growth::Taken::take(&name, &spec)?;
+        let devices = growth::Taken::take(&name, &spec, shim.pid())?;
         let given = spec.cloud_init.as_ref();
         let seed = given.map(|given| seed::make(&self.origin, &name, given, nics)).transpose()?;
         let drives = disks::drives(&self.dir, &name, &spec, &formats)?;
@@ -146,15 +178,19 @@ impl Supervisor {
             group,
             devices,
             dir: &self.dir,
+            shim,
             before: before.as_deref(),
             attempt,
             again,
         };
         let own = self.clone();
-        let ended = move |machine: &Arc<Machine>, exit, inside| own.ended(machine, exit, inside);
+        let ended = move |machine: &Arc<Machine>, exit| own.ended(machine, exit);
         // Also a QEMU whose monitor never answers is one that `ps` lists and that can be cancelled.
         let add = |machine: &Arc<Machine>| {
-            self.lock().machines.insert(name.clone(), machine.clone());
+            let mut inner = self.lock();
+            inner.starting.remove(&name);
+            inner.machines.insert(name.clone(), machine.clone());
+            drop(inner);
             registered(machine);
             // One that `down` has not found in the list.
             if self.is_ending() {
@@ -163,19 +199,6 @@ impl Supervisor {
             self.tend_places();
         };
         Machine::start(start, ended, add).inspect_err(|_| self.leave_zones(&name, zones.keys()))
-    }
-
-    /// # Errors
-    /// An upgrade has lost a network or an accelerator of the VM.
-    fn check_parts(&self, spec: &VmSpec) -> anyhow::Result<()> {
-        let inner = self.lock();
-        for name in spec.networks.0.keys().filter(|name| !inner.networks.contains_key(*name)) {
-            inner.check_not_lost(&format!("net.{name}"))?;
-        }
-        for name in spec.accelerators.0.keys().filter(|name| !inner.accelerators.contains_key(*name)) {
-            inner.check_not_lost(&format!("accel.{name}"))?;
-        }
-        Ok(())
     }
 
     /// Mounts the zones in the guest, as far as `zones` says so.
@@ -241,7 +264,7 @@ impl Supervisor {
     ) -> anyhow::Result<Vec<(String, ZoneUse, Invitation)>> {
         let mut invitations = Vec::new();
         for (name, zone_use) in zones {
-            match self.zone(name).and_then(|zone| zone.invite_held_by_qemu(vm, zone_use)) {
+            match self.zone(name).and_then(|zone| zone.invite(vm, zone_use)) {
                 Ok(invitation) => invitations.push((name.clone(), zone_use.clone(), invitation)),
                 Err(e) => {
                     self.leave_zones(vm, invitations.iter().map(|(name, ..)| name));

@@ -54,7 +54,7 @@ impl Supervisor {
             anyhow::bail!("the VM '{vm}' is a member of the zone '{zone_name}' already");
         }
         let zone_use = ZoneUse { mount: mount.map(str::to_owned), rights, ..ZoneUse::default() };
-        let invitation = zone.invite_held_by_qemu(vm, &zone_use)?;
+        let invitation = zone.invite(vm, &zone_use)?;
         let attached = machine.attach_zone(zone_name, &zone_use, &invitation);
         // Its next QEMU waits for this turn.
         if matches!(attached, Err(hotplug::Failure::Undone(_))) || machine.has_ended() {
@@ -96,7 +96,6 @@ impl Supervisor {
 
     pub(super) fn zone(&self, name: &str) -> anyhow::Result<Arc<HostZone>> {
         let inner = self.lock();
-        inner.check_not_lost(&format!("zone.{name}"))?;
         let Some(zone) = inner.zones.get(name) else {
             let hint = crate::compose::nearest(name, inner.zones.keys().map(String::as_str));
             let hint = hint.map_or("declare it in the compose file and run 'tombolo up'".into(), |n| {

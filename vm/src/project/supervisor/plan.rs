@@ -152,10 +152,8 @@ impl Supervisor {
             })
         };
         let mut inner = self.lock();
-        for zone in named(Kind::Zone) {
-            inner.zones.remove(zone);
-        }
         let beside = Beside {
+            zones: take_out(&mut inner.zones, named(Kind::Zone)),
             networks: take_out(&mut inner.networks, named(Kind::Network)),
             accelerators: take_out(&mut inner.accelerators, named(Kind::Accelerator)),
         };

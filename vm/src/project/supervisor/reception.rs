@@ -13,8 +13,6 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use crate::project::barrier::{Inside, REQUESTS};
-
 /// Pause after an accept that failed for another reason than want of descriptors, and between tries to have the reserve again.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -22,8 +20,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Connection {
     pub socket: UnixStream,
-    /// Counts a request as running until it is dropped.
-    pub inside: Inside,
     /// The process has no descriptor left but this one.
     pub scarce: bool,
 }
@@ -69,24 +65,20 @@ pub fn receive(listener: &UnixListener, serve: &Arc<dyn Fn(Connection) + Send + 
         if !matches!(rustix::event::poll(&mut caller, None), Ok(n) if n > 0) {
             continue;
         }
-        // While this process becomes another program, callers wait for that.
-        let inside = REQUESTS.enter("a command that has not said what it wants");
         let socket = match listener.accept() {
             Ok((socket, _)) => socket,
             Err(e) if is_want(&e) => {
-                drop(inside);
                 reserve.open_up();
                 scarce = true;
                 continue;
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
             Err(_) => {
-                drop(inside);
                 std::thread::sleep(PAUSE);
                 continue;
             }
         };
-        let connection = Connection { socket, inside, scarce: std::mem::take(&mut scarce) };
+        let connection = Connection { socket, scarce: std::mem::take(&mut scarce) };
         if !is_own(&connection.socket) {
             drop(connection);
             reserve.refill();

@@ -5,15 +5,15 @@ use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::reception::Connection;
-use super::{Supervisor, lasting, turn};
+use super::{Supervisor, turn};
 use crate::guest::exec::Exec;
 use crate::log;
 use crate::machine::Machine;
-use crate::project::barrier::Inside;
 use crate::project::control::{Event, Request, Stage};
+use crate::project::journal::{self, Since};
 use crate::project::peer::{self, Peer};
 use crate::project::session;
 
@@ -97,21 +97,25 @@ fn unpanicked<T>(dir: &Path, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow
 
 impl Supervisor {
     /// Serves the command that started this process.
-    pub(super) fn begin(self: &Arc<Self>, mut peer: Peer, inside: Inside) {
+    pub(super) fn begin(self: &Arc<Self>, mut peer: Peer, number: u64) {
         match peer.receive::<Request>() {
             Ok(Some(request)) => {
                 let reporter = Reporter::of(&peer, &request);
-                self.serve(request, peer, reporter, inside);
+                self.lock().requests.insert(number, request.what());
+                self.serve(request, peer, reporter, number);
             }
             // The command has ended.
-            Ok(None) | Err(_) => self.leave_unanswered(),
+            Ok(None) | Err(_) => {
+                if self.leave(number) {
+                    super::end();
+                }
+            }
         }
     }
 
     /// Serves a command that has connected to this process.
     pub(super) fn admit(self: &Arc<Self>, connection: Connection) {
         let mut peer = Peer::new(connection.socket);
-        // Until then it counts as a request, for whose end an upgrade waits.
         peer.set_end(Some(Instant::now() + REQUEST));
         let request = peer.receive::<Request>();
         peer.set_end(None);
@@ -128,34 +132,35 @@ impl Supervisor {
             reporter.send(&Event::Failed { message: NO_DESCRIPTOR.into() });
             return;
         }
-        let inside = connection.inside;
-        inside.rename(request.what());
         match request {
             Request::Attend => {
                 reporter.send(&Event::Heard);
-                return self.lasting.attend(peer, inside);
+                // Nothing is said on it: what comes is its end.
+                let _end = peer.receive::<Request>();
+                return;
             }
             Request::Events { since } => {
                 reporter.send(&Event::Heard);
-                return self.lasting.tell(&peer.socket(), lasting::since(since), &reporter, inside);
+                return tell(&peer.socket(), since, &reporter);
             }
             _ => {}
         }
         // A client whose request stays unheard for too long reports that and ends. One whose connection ends without 'heard' starts another
         // supervisor.
-        if !session::has_gone(&peer.socket()) && self.enter() {
-            self.serve(request, peer, reporter, inside);
+        if session::has_gone(&peer.socket()) {
+            return;
+        }
+        if let Some(number) = self.enter_unless_withdrawn(request.what()) {
+            self.serve(request, peer, reporter, number);
         }
     }
 
     /// Carries out a request, and sends its result.
-    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter, inside: Inside) {
+    fn serve(self: &Arc<Self>, request: Request, peer: Peer, reporter: Reporter, number: u64) {
         reporter.send(&Event::Heard);
-        // No upgrade begins before the answer has been sent.
-        let mut inside = Some(inside);
-        let result = unpanicked(self.dir.path(), || self.carry_out(request, peer, &reporter, &mut inside));
+        let result = unpanicked(self.dir.path(), || self.carry_out(request, peer, &reporter));
         // A client that has its answer must find no trace of a supervisor that has nothing left to do.
-        let idle = self.leave();
+        let idle = self.leave(number);
         match result {
             Ok(Sequel::Answer) => reporter.send(&Event::Done),
             Ok(Sequel::Nothing) => {}
@@ -166,13 +171,12 @@ impl Supervisor {
         }
     }
 
-    /// Does the work of a request. What takes its place inside away lets an upgrade begin.
+    /// Does the work of a request.
     fn carry_out(
         self: &Arc<Self>,
         request: Request,
         peer: Peer,
         reporter: &Reporter,
-        inside: &mut Option<Inside>,
     ) -> anyhow::Result<Sequel> {
         let done = match request {
             Request::Up { project, wish, wait } => self.up(*project, &wish, wait, peer, reporter),
@@ -195,14 +199,10 @@ impl Supervisor {
                 }
             }),
             Request::Console { vm } => {
-                let machine = self.machine(&vm)?;
-                let socket = session::watch(&machine, peer, RECENT)?;
-                self.lasting.type_all(&machine, &socket, inside.take());
+                session::watch(&*self.machine(&vm)?, peer, RECENT)?;
                 return Ok(Sequel::Nothing);
             }
-            Request::Upgrade { program, seconds } => {
-                self.upgrade(program.as_deref(), seconds, peer, reporter, inside.take())
-            }
+            Request::Leave { seconds } => self.leave_all(seconds, &peer, reporter),
             Request::Attend | Request::Events { .. } => Ok(()),
             Request::ZoneAttach { zone, vm, rights, mount } => {
                 self.attach(&zone, &vm, rights, mount.as_deref(), &peer.socket(), reporter)
@@ -212,35 +212,36 @@ impl Supervisor {
         done.map(|()| Sequel::Answer)
     }
 
-    /// Counts a request that begins. Returns false if this supervisor is about to end.
-    fn enter(&self) -> bool {
+    /// Counts a request that begins: its number.
+    pub(super) fn enter(&self, what: String) -> u64 {
         let mut inner = self.lock();
-        if !inner.withdrawn {
-            inner.requests += 1;
-        }
-        !inner.withdrawn
+        inner.entered += 1;
+        let number = inner.entered;
+        inner.requests.insert(number, what);
+        number
     }
 
-    /// Ends a request that has no answer.
-    pub(super) fn leave_unanswered(&self) {
-        if self.leave() {
-            super::end();
-        }
+    /// As [`Supervisor::enter`]; `None`: this supervisor is about to end.
+    fn enter_unless_withdrawn(&self, what: String) -> Option<u64> {
+        let is_withdrawn = self.lock().withdrawn;
+        let number = (!is_withdrawn).then(|| self.enter(what))?;
+        // It may have been withdrawn just now.
+        if self.lock().withdrawn { None } else { Some(number) }
     }
 
     /// Counts a request that has ended. Returns whether the caller must end this process: a supervisor without requests and VMs has nothing
     /// to do. It has then closed its zones and its socket.
-    pub(super) fn leave(&self) -> bool {
+    pub(super) fn leave(&self, number: u64) -> bool {
         let mut inner = self.lock();
-        inner.requests -= 1;
-        inner.withdrawn |= inner.requests == 0 && inner.machines.is_empty();
+        inner.requests.remove(&number);
+        inner.withdrawn |= inner.requests.is_empty() && inner.machines.is_empty();
         if !inner.withdrawn {
             return false;
         }
         let beside = inner.clear();
-        self.dir.withdraw(self.endpoint().lock());
         drop(inner);
         beside.end();
+        self.dir.withdraw(self.endpoint().lock());
         true
     }
 
@@ -264,6 +265,21 @@ impl Supervisor {
             );
         }
     }
+}
+
+/// Sends what happens until the client goes, or this process ends.
+fn tell(socket: &UnixStream, since: Option<f64>, reporter: &Reporter) {
+    let time = |seconds| {
+        let since = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH)
+    };
+    let since = since.map_or(Since::Now, |seconds| Since::Time(time(seconds)));
+    journal::follow(since, &|entry| {
+        if let Some(entry) = entry {
+            reporter.send(&Event::Happened(entry.clone()));
+        }
+        !session::has_gone(socket)
+    });
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
-use serde::{Deserialize, Serialize};
 use tombolo_topology::affinity;
 use tombolo_topology::cpus::CpuSet;
 use tombolo_topology::plan::VmPlan;
@@ -19,7 +18,7 @@ use crate::project::changes::Kind;
 use crate::project::services::{self, Service, taken};
 
 /// Processes that were confined.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug)]
 pub(super) struct Confined {
     /// The supervisor's CPUs at its start. Later ones may lack those of a partition, which come back.
     own: CpuSet,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The answer to `tombolo ps`.
 
-use super::{Inner, Supervisor};
+use super::Supervisor;
 use crate::child::halted;
 use crate::compose::{Backing, ZoneSpec};
 use crate::project::control::{NetStatus, PortStatus, Status, ZoneStatus};
@@ -26,31 +26,8 @@ impl Supervisor {
             supervisor: Some(std::process::id()),
             hypervisor: inner.hypervisor.clone(),
             vms: inner.machines.values().map(|machine| machine.status()).collect(),
-            zones: self.zones_of(&inner),
+            zones: inner.zones.iter().map(|(name, zone)| self.zone_status(name, zone)).collect(),
         }
-    }
-
-    /// The zones, those that an upgrade has lost among them.
-    fn zones_of(&self, inner: &Inner) -> Vec<ZoneStatus> {
-        let mut zones: Vec<ZoneStatus> =
-            inner.zones.iter().map(|(name, zone)| self.zone_status(name, zone)).collect();
-        zones.extend(inner.project.compose.zone.iter().filter_map(|(name, spec)| {
-            let why = inner.lost.get(&format!("zone.{name}"))?;
-            Some(ZoneStatus {
-                name: name.clone(),
-                size: spec.size.0,
-                backing: backing(spec),
-                members: Vec::new(),
-                lost: false,
-                trouble: Some(format!(
-                    "lost in an upgrade: {why}; for a new one: tombolo down && tombolo up"
-                )),
-                uuid: String::new(),
-                path: String::new(),
-                link: self.dir.zone_link(name),
-            })
-        }));
-        zones
     }
 
     fn zone_status(&self, name: &str, zone: &HostZone) -> ZoneStatus {
@@ -60,7 +37,6 @@ impl Supervisor {
             backing: backing(zone.spec()),
             members: zone.members(),
             lost: zone.is_lost(),
-            trouble: None,
             uuid: zone.uuid(),
             path: zone.path(),
             link: self.dir.zone_link(name),

@@ -16,8 +16,8 @@ use super::order::{self, Order, Reached};
 use super::plan::{replaced, started, take_out};
 use super::requests::LOOK;
 use super::turn::Turn;
-use super::{Beside, Reporter, Supervisor};
-use crate::compose::{Project, VmSpec};
+use super::{Beside, Inner, Reporter, Supervisor};
+use crate::compose::{Project, VmSpec, ZoneSpec};
 use crate::machine::orphans::OfHost;
 use crate::machine::{Machine, disks, placement, stop};
 use crate::project::changes::{Action, Kind, Wish};
@@ -25,6 +25,7 @@ use crate::project::control::{Event, Stage};
 use crate::project::keeper::Part;
 use crate::project::peer::Peer;
 use crate::project::preflight::{self, Ready};
+use crate::project::revival;
 use crate::project::session;
 use crate::project::zones::HostZone;
 use crate::qemu::Hypervisor;
@@ -34,6 +35,7 @@ use crate::thread;
 const HEALTH: Duration = Duration::from_millis(100);
 
 /// The names of the parts that an `up` has added to the project.
+#[derive(Default)]
 struct Added {
     zones: Vec<String>,
     networks: Vec<String>,
@@ -65,9 +67,6 @@ impl Supervisor {
             placement::check_isolation(&project.compose, name, plan)?;
         }
         self.check_owners(&project, &started(&actions).collect())?;
-        for name in project.compose.zone.keys() {
-            self.lock().check_not_lost(&format!("zone.{name}"))?;
-        }
         let near = project.file.parent().unwrap_or(Path::new("/")).to_owned();
         let client = peer.socket();
         let is_cancelled = || self.ending.load(Ordering::Acquire) || session::has_gone(&client);
@@ -76,7 +75,9 @@ impl Supervisor {
         self.check_not_ending()?;
         self.announce(&actions, reporter);
         self.clear_away(&actions, reporter)?;
-        let added = self.add_parts(project, &actions, &placements)?;
+        let mut added = Added::default();
+        self.add_parts(project, &actions, &placements, &mut added)
+            .inspect_err(|_| self.remove_parts(&added))?;
 
         let wanted = wanted(ready, &near, &hypervisors, placements);
         let starting: BTreeSet<String> = wanted.iter().map(|vm| vm.name.clone()).collect();
@@ -110,56 +111,58 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Opens the zones of the project that are missing, and starts the networks and accelerators that the plan's VMs lack.
+    /// Opens the zones of the project that are missing, and starts the networks and accelerators that the plan's VMs lack. `added` gets the name of each one.
     fn add_parts(
         &self,
         project: Project,
         actions: &[Action],
         placements: &BTreeMap<String, VmPlan>,
-    ) -> anyhow::Result<Added> {
+        added: &mut Added,
+    ) -> anyhow::Result<()> {
         self.dir.renew()?;
-        let mut zones = BTreeMap::new();
         for (name, spec) in &project.compose.zone {
             if !self.lock().zones.contains_key(name) {
-                let zone = HostZone::open(name, spec, self.zone_nodes(&project, name, spec, placements))?;
-                let running = self.lock().zones.clone();
-                let same = running.iter().chain(&zones).find(|(_, there)| there.uuid() == zone.uuid());
-                if let Some((same, _)) = same {
-                    anyhow::bail!(
-                        "zone.{name} has the uuid of the zone '{same}', as a copied file has: a guest could not tell them apart. Make a zone for the copy: \
-                         tombolo zone create, then tombolo files snapshot and restore"
-                    );
-                }
-                if let Err(e) = self.dir.link_zone(name, &zone.path()) {
-                    crate::say!("the zone '{name}' has no path of its name: {e}");
-                }
-                zones.insert(name.clone(), Arc::new(zone));
+                let zone = self.open_zone(&project, name, spec, placements)?;
+                self.lock().zones.insert(name.clone(), Arc::new(zone));
+                added.zones.push(name.clone());
             }
         }
-        let running = self.lock().networks.clone();
-        let networks = self.parts(&running, &project, actions, Kind::Network)?;
-        let running = self.lock().accelerators.clone();
-        let accelerators = self.parts(&running, &project, actions, Kind::Accelerator)?;
+        self.parts(&project, actions, Kind::Network, |inner| &mut inner.networks, &mut added.networks)?;
+        let accelerators = &mut added.accelerators;
+        self.parts(&project, actions, Kind::Accelerator, |inner| &mut inner.accelerators, accelerators)?;
         self.check_not_ending()?;
-        let added = Added {
-            zones: zones.keys().cloned().collect(),
-            networks: networks.keys().cloned().collect(),
-            accelerators: accelerators.keys().cloned().collect(),
-        };
         let mut inner = self.lock();
-        inner.zones.extend(zones);
-        inner.networks.extend(networks);
-        inner.accelerators.extend(accelerators);
         inner.project = project;
-        Ok(added)
+        revival::note(&self.dir, &inner.project)
+    }
+
+    fn open_zone(
+        &self,
+        project: &Project,
+        name: &str,
+        spec: &ZoneSpec,
+        placements: &BTreeMap<String, VmPlan>,
+    ) -> anyhow::Result<HostZone> {
+        let nodes = self.zone_nodes(project, name, spec, placements);
+        let zone = HostZone::open(name, spec, nodes, self.dir.path())?;
+        let running = self.lock().zones.clone();
+        if let Some((same, _)) = running.iter().find(|(_, there)| there.uuid() == zone.uuid()) {
+            zone.end();
+            anyhow::bail!(
+                "zone.{name} has the uuid of the zone '{same}', as a copied file has: a guest could not tell them apart. Make a zone for the copy: \
+                 tombolo zone create, then tombolo files snapshot and restore"
+            );
+        }
+        if let Err(e) = self.dir.link_zone(name, &zone.path()) {
+            crate::say!("the zone '{name}' has no path of its name: {e}");
+        }
+        Ok(zone)
     }
 
     fn remove_parts(&self, added: &Added) {
         let mut inner = self.lock();
-        for name in &added.zones {
-            inner.zones.remove(name);
-        }
         let beside = Beside {
+            zones: take_out(&mut inner.zones, added.zones.iter()),
             networks: take_out(&mut inner.networks, added.networks.iter()),
             accelerators: take_out(&mut inner.accelerators, added.accelerators.iter()),
         };
@@ -167,26 +170,30 @@ impl Supervisor {
         beside.end();
     }
 
-    /// Starts the parts that a plan's VMs lack and those that it starts anew, and extends those that run; returns the new ones.
+    /// Starts the parts that a plan's VMs lack and those that it starts anew, and extends those that run. `added` gets the names of the new ones.
     fn parts<P: Part>(
         &self,
-        running: &BTreeMap<String, Arc<P>>,
         project: &Project,
         actions: &[Action],
         kind: Kind,
-    ) -> anyhow::Result<BTreeMap<String, Arc<P>>> {
+        all: impl Fn(&mut Inner) -> &mut BTreeMap<String, Arc<P>>,
+        added: &mut Vec<String>,
+    ) -> anyhow::Result<()> {
         let starting: BTreeSet<&String> = started(actions).collect();
         let vms = starting.iter().filter_map(|name| Some((*name, project.compose.vm.get(*name)?)));
         let used = vms.flat_map(|(name, vm)| P::used_by(name, vm, &project.compose));
         let names: BTreeSet<&String> = used.chain(replaced(actions, kind)).collect();
-        let mut new = BTreeMap::new();
         for name in names {
-            match running.get(name) {
-                Some(part) => part.extend(project, &starting)?,
-                None => drop(new.insert(name.clone(), Arc::new(P::start(name, project, self.dir.path())?))),
+            let running = all(&mut self.lock()).get(name).cloned();
+            if let Some(part) = running {
+                part.extend(project, &starting)?;
+            } else {
+                let part = Arc::new(P::start(name, project, self.dir.path())?);
+                all(&mut self.lock()).insert(name.clone(), part);
+                added.push(name.clone());
             }
         }
-        Ok(new)
+        Ok(())
     }
 
     /// Waits until all these VMs are healthy. They stay as they are if one is not, or the client goes.
@@ -378,11 +385,7 @@ impl<'a> Starts<'a> {
         let Ok(machine) = self.supervisor.machine(name) else { return Ok(()) };
         let report = |stage: Stage, detail: &str| self.reporter.stage(name, stage, detail);
         machine.stop(&[], Instant::now() + stop::LONGEST, &report)?;
-        let is_removed = self.supervisor.lock().remove(&machine);
-        if is_removed {
-            disks::discard(&self.supervisor.dir, Some(name));
-            self.supervisor.leave_zones(name, machine.zones().keys());
-        }
+        self.supervisor.forget(&machine);
         Ok(())
     }
 }
