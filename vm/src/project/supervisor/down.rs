@@ -71,7 +71,7 @@ impl Supervisor {
             let beside = inner.clear();
             drop(inner);
             beside.end();
-            self.dir.remove(self.endpoint().lock());
+            self.retire();
         }
         Ok(())
     }
@@ -150,20 +150,25 @@ impl Supervisor {
                 reporter.send(&Event::Note { text: text.into() });
             }
             self.lock().withdrawn = true;
-            self.end_shims();
-            self.dir.remove(self.endpoint().lock());
+            self.retire();
             return Ok(());
         }
         // What is left of the time, also where VMs have had some of it already.
         self.stop(|_| true, until, reporter)?;
         let beside = self.lock().clear();
         beside.end();
-        self.dir.remove(self.endpoint().lock());
+        self.retire();
         Ok(())
     }
 
-    /// Ends all shims of the project, and with each its child.
-    fn end_shims(&self) {
+    /// Removes the project's folder, in which no shim is left.
+    fn retire(&self) {
+        self.end_shims();
+        self.dir.remove(self.endpoint().lock());
+    }
+
+    /// Ends all shims of the project, and with each its child: also those of parts whose start has failed.
+    pub(super) fn end_shims(&self) {
         for name in shim::handle::names(self.dir.path()).unwrap_or_default() {
             match Shim::find(self.dir.path(), &name) {
                 Ok(shim) => shim.into_iter().for_each(|shim| shim.end()),

@@ -241,6 +241,7 @@ impl Supervisor {
         let beside = inner.clear();
         drop(inner);
         beside.end();
+        self.end_shims();
         self.dir.withdraw(self.endpoint().lock());
         true
     }
