@@ -91,6 +91,8 @@ struct Inner {
     entered: u64,
     /// The number of those that have stopped everything and wait for the end of the others.
     downs: usize,
+    /// New requests wait, as the supervisor is about to leave.
+    held: bool,
     /// The supervisor is about to end, and refuses requests.
     withdrawn: bool,
 }
@@ -213,6 +215,7 @@ impl Supervisor {
                 requests: BTreeMap::new(),
                 entered: 0,
                 downs: 0,
+                held: false,
                 withdrawn: false,
             }),
             changing: Turns::default(),

@@ -12,7 +12,18 @@ use crate::project::peer::Peer;
 use crate::project::session;
 
 /// Between two looks whether what has to end first has ended.
-const PAUSE: Duration = Duration::from_millis(200);
+const PAUSE: Duration = Duration::from_millis(20);
+/// For short requests to end while new ones are held, and then for these.
+const TURN: Duration = Duration::from_secs(2);
+
+/// Lets requests in again when this is dropped.
+struct Held<'a>(&'a Supervisor);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.lock().held = false;
+    }
+}
 
 impl Supervisor {
     /// Ends this process when no request runs and no VM boots. It returns only where that is not done.
@@ -22,7 +33,10 @@ impl Supervisor {
     pub(super) fn leave_all(&self, seconds: u64, peer: &Peer, reporter: &Reporter) -> anyhow::Result<()> {
         let name = self.lock().project.name.clone();
         let (begun, longest, mut told) = (Instant::now(), Duration::from_secs(seconds), false);
+        let _held = Held(self);
         loop {
+            // Else they never end where one always follows another.
+            self.lock().held = begun.elapsed().as_secs() / TURN.as_secs() % 2 == 0;
             let busy = self.busy()?;
             if busy.is_empty() {
                 if let Some(_turn) = self.changing.take_within(Of::All, Duration::ZERO) {
@@ -65,6 +79,12 @@ impl Supervisor {
         let booting = inner.machines.values().filter(|machine| machine.phase() == Phase::Booting);
         let booting =
             booting.map(|machine| format!("{} of the VM '{}'", machine.status().state, machine.name()));
-        Ok(inner.requests.values().filter(|what| *what != "upgrade").cloned().chain(booting).collect())
+        Ok(inner
+            .requests
+            .values()
+            .filter(|what| !["upgrade", "ps"].contains(&what.as_str()))
+            .cloned()
+            .chain(booting)
+            .collect())
     }
 }

@@ -17,6 +17,9 @@ use crate::project::journal::{self, Since};
 use crate::project::peer::{self, Peer};
 use crate::project::session;
 
+/// The pause between two looks whether new requests are held.
+const HELD: Duration = Duration::from_millis(10);
+
 /// Time for a client to send its request.
 const REQUEST: Duration = Duration::from_secs(5);
 /// Time for a client to read an event.
@@ -147,6 +150,7 @@ impl Supervisor {
         }
         // A client whose request stays unheard for too long reports that and ends. One whose connection ends without 'heard' starts another
         // supervisor.
+        self.wait_held(&request);
         if session::has_gone(&peer.socket()) {
             return;
         }
@@ -210,6 +214,14 @@ impl Supervisor {
             Request::ZoneDetach { zone, vm } => self.detach(&zone, &vm, &peer.socket(), reporter),
         };
         done.map(|()| Sequel::Answer)
+    }
+
+    /// Waits for as long as new requests are held. `ps` and `down` are not.
+    fn wait_held(&self, request: &Request) {
+        let waits = !matches!(request, Request::Ps | Request::Down { .. });
+        while waits && self.lock().held {
+            std::thread::sleep(HELD);
+        }
     }
 
     /// Counts a request that begins: its number.
