@@ -68,22 +68,38 @@ pub fn supervisor(project: &Project, request: &Request) -> anyhow::Result<Peer> 
 /// # Errors
 /// When the project is not up.
 pub fn living(project: &Project, request: &Request) -> anyhow::Result<Peer> {
-    peer::ask(project, request)?.with_context(|| {
-        format!(
-            "the project '{}' ({}) is not up; start it with 'tombolo up'",
-            project.name,
-            project.file.display()
-        )
-    })
+    peer::ask(project, request)?.with_context(|| not_up(project))
 }
 
-/// The answer to [`Request::Ps`], which has been asked.
+fn not_up(project: &Project) -> String {
+    format!(
+        "the project '{}' ({}) is not up; start it with 'tombolo up'",
+        project.name,
+        project.file.display()
+    )
+}
+
+/// The status of a project that is up.
 ///
 /// # Errors
-/// When there is none.
-pub fn status(mut peer: Peer) -> anyhow::Result<Status> {
-    peer.set_limit(Some(STATUS));
-    receive_status(&mut peer)?.context("the project's supervisor has ended")
+/// When it is not, or its supervisor does not answer.
+pub fn status(project: &Project) -> anyhow::Result<Status> {
+    status_if_up(project)?.with_context(|| not_up(project))
+}
+
+/// The status of a project; `None`: it is not up.
+///
+/// # Errors
+/// When its supervisor does not answer.
+pub fn status_if_up(project: &Project) -> anyhow::Result<Option<Status>> {
+    while let Some(mut peer) = peer::ask(project, &Request::Ps)? {
+        peer.set_limit(Some(STATUS));
+        // One that has ended since it heard the question may be followed by another.
+        if let Some(status) = receive_status(&mut peer)? {
+            return Ok(Some(status));
+        }
+    }
+    Ok(None)
 }
 
 /// The answer to `ps`; `None`: the supervisor has ended since it heard the question.

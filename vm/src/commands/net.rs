@@ -11,9 +11,8 @@ use tombolo_control::{net as wire, socket};
 use crate::commands::cli::{File, say};
 use crate::commands::{client, ps};
 use crate::compose::{self, Project};
-use crate::project::control::{NetStatus, Request};
+use crate::project::control::NetStatus;
 use crate::project::network::uplink_name;
-use crate::project::peer;
 
 /// Time for the answer of a switch to `net ls`.
 const ANSWER: Duration = Duration::from_secs(1);
@@ -35,7 +34,7 @@ pub enum NetCommand {
 /// The project is not up, or its supervisor does not answer.
 pub fn run(command: NetCommand, json: bool) -> anyhow::Result<ExitCode> {
     let NetCommand::Ls { file } = command;
-    let mut status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
+    let mut status = client::status(&file.identify()?)?;
     note_up(&mut status.networks, ANSWER);
     if json {
         say(&serde_json::to_string_pretty(&status.networks)?)?;
@@ -80,10 +79,10 @@ fn note(net: &mut NetStatus, answer: &wire::Ports) {
 /// When the compose file is malformed, the supervisor does not answer, or there are several networks and no name.
 pub fn find_switch(name: Option<&str>) -> anyhow::Result<Option<PathBuf>> {
     let Ok(file) = compose::find(None) else { return Ok(None) };
-    let Some(peer) = peer::ask(&Project::load(&file)?, &Request::Ps)? else {
+    let Some(status) = client::status_if_up(&Project::load(&file)?)? else {
         return Ok(None);
     };
-    let networks = client::status(peer)?.networks;
+    let networks = status.networks;
     if let (None, [_, _, ..]) = (name, &networks[..]) {
         let names: Vec<&str> = networks.iter().map(|n| n.name.as_str()).collect();
         anyhow::bail!("there are several networks; say which with --control: {}", names.join(", "));

@@ -80,7 +80,7 @@ pub fn run(options: &NoiseOptions, json: bool) -> anyhow::Result<ExitCode> {
 
 /// Measures in a VM's guest, and records on this host meanwhile.
 fn vm(project: &Project, name: &str, options: &Options) -> anyhow::Result<(Recording, Below)> {
-    let status = client::status(client::living(project, &Request::Ps)?)?;
+    let status = client::status(project)?;
     let vm = status.vms.iter().find(|vm| vm.name == name);
     let vm = vm.with_context(|| format!("the project '{}' runs no VM '{name}'", project.name))?;
     let pid = vm.pid.with_context(|| format!("the VM '{name}' does not run ({})", vm.state))?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::commands::cli::{File, say};
 use crate::commands::{client, net};
 use crate::compose::Size;
-use crate::project::control::{NetStatus, Request, Status, VmStatus};
+use crate::project::control::{NetStatus, Status, VmStatus};
 use crate::project::state::{self, Found};
 
 /// Time for supervisors to answer `ps`, which takes less than a second unless they wait for a CPU.
@@ -79,7 +79,7 @@ fn all_running(
 pub(crate) fn running(file: Option<&Path>) -> anyhow::Result<Vec<Status>> {
     if let Some(file) = file {
         let project = File::at(Some(file.to_owned())).identify()?;
-        return Ok(vec![client::status(client::living(&project, &Request::Ps)?)?]);
+        return Ok(vec![client::status(&project)?]);
     }
     let (projects, silent) = all_running(client::status_of)?;
     match silent.into_iter().next() {

@@ -10,8 +10,6 @@ use clap::Subcommand;
 use crate::commands::cli::{File, say};
 use crate::commands::client;
 use crate::compose::{Project, Size};
-use crate::project::control::Request;
-use crate::project::peer;
 
 /// Commands about starts.
 #[derive(Subcommand, Debug)]
@@ -51,7 +49,7 @@ pub fn run(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         StartCommand::Blame { file, vm } => blame(&file.identify()?, &vm, json),
         StartCommand::Metrics { file } => {
-            let status = client::status(client::living(&file.identify()?, &Request::Ps)?)?;
+            let status = client::status(&file.identify()?)?;
             let growing = status.vms.iter().filter_map(|vm| Some((vm.name.as_str(), vm.growth.as_ref()?)));
             if json {
                 say(&serde_json::to_string_pretty(&growing.collect::<BTreeMap<_, _>>())?)?;
@@ -68,7 +66,7 @@ pub fn run(command: StartCommand, json: bool) -> anyhow::Result<ExitCode> {
 
 fn blame(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
     let not_up = || format!("the VM '{name}' is not up; 'tombolo ps' shows what is");
-    let status = client::status(peer::ask(project, &Request::Ps)?.with_context(not_up)?)?;
+    let status = client::status_if_up(project)?.with_context(not_up)?;
     let vm = status.vms.iter().find(|vm| vm.name == name).with_context(not_up)?;
     if json {
         say(&serde_json::to_string_pretty(&vm.timeline)?)?;

@@ -263,7 +263,7 @@ struct Checked<'a> {
 }
 
 fn check(project: &Project, name: &str, json: bool) -> anyhow::Result<ExitCode> {
-    let status = client::status(client::living(project, &Request::Ps)?)?;
+    let status = client::status(project)?;
     let vm = status.vms.iter().find(|vm| vm.name == name);
     let vm = vm.with_context(|| format!("the project '{}' runs no VM '{name}'", project.name))?;
     let placement = vm.placement.as_ref().with_context(|| {

@@ -82,7 +82,7 @@ fn print_path(file: &File, name: &str, json: bool) -> anyhow::Result<ExitCode> {
 /// When there is no such project, it is not up, or has no such zone.
 pub fn find_zone(file: &File, name: &str) -> anyhow::Result<ZoneStatus> {
     let project = file.identify()?;
-    let mut zones = client::status(client::living(&project, &Request::Ps)?)?.zones;
+    let mut zones = client::status(&project)?.zones;
     if let Some(at) = zones.iter().position(|z| z.name == name) {
         let mut zone = zones.swap_remove(at);
         // Messages of the program that opens it say its name.

@@ -2,7 +2,7 @@
 //! A VM whose supervisor has ended goes on under the next one. What the supervisor knows of a VM is kept by the VM's shim, with the sockets of its
 //! monitor and its agent, each time that it changes.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,13 +31,17 @@ use crate::moment::Moment;
 use crate::qemu::Hypervisor;
 use crate::qemu::console::Console;
 use crate::qemu::qmp::Qmp;
-use crate::shim::{RECORD, Shim, Stream};
+use crate::shim::{RECORD, Shim, Stream, WITH_CHILD};
 
 /// The names of the sockets that the shim keeps.
 const MONITOR: &str = "monitor";
 const AGENT: &str = "agent";
 /// The name of the record of its ports, which are changed for as long as QEMU takes for it.
 const PORTS: &str = "ports";
+
+fn liveness_of(zone: &str) -> String {
+    format!("{WITH_CHILD}live.{zone}")
+}
 
 /// What a supervisor knows of a VM.
 #[derive(Debug, Serialize, Deserialize)]
@@ -69,6 +73,19 @@ impl Machine {
         self.save_ports(&self.ports.lock().unwrap_or_else(PoisonError::into_inner));
         let record = self.record_of(&self.held.lock().unwrap_or_else(PoisonError::into_inner));
         self.shim.put_record(RECORD, &record)
+    }
+
+    /// Has the shim keep the descriptor by which the VM is alive in a zone, until QEMU ends: the next supervisor can end that membership sooner.
+    ///
+    /// # Errors
+    /// The shim does not answer.
+    pub fn keep_liveness(&self, zone: &str, liveness: BorrowedFd<'_>) -> anyhow::Result<()> {
+        self.shim.put(&[(liveness_of(zone), liveness)])
+    }
+
+    /// That descriptor; `None`: the VM is no member of the zone, or has ended.
+    pub fn liveness(&self, zone: &str) -> Option<OwnedFd> {
+        self.shim.get(&liveness_of(zone)).ok()
     }
 
     /// Has the shim keep what is known of the VM's ports now.

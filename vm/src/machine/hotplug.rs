@@ -273,6 +273,11 @@ impl Machine {
         if !matches!(attached, Err(Failure::Undone(_))) {
             self.lock().zones.insert(zone.to_owned(), zone_use.clone());
             self.save();
+            if let Some(Err(e)) =
+                invitation.liveness.as_ref().map(|held| self.keep_liveness(zone, held.as_fd()))
+            {
+                crate::say!("{e:#}");
+            }
         }
         attached
     }

@@ -183,6 +183,10 @@ impl Machine {
         let memory: BTreeMap<_, _> =
             start.zones.iter().map(|(name, _, invitation)| (name.clone(), invitation.read_only)).collect();
         let formats = start.drives.iter().map(|drive| drive.image).collect();
+        let held = |(zone, _, invitation): &(String, _, Invitation)| {
+            Some(invitation.liveness.as_ref()?.try_clone().map(|held| (zone.clone(), held)))
+        };
+        let liveness = start.zones.iter().filter_map(held).collect::<io::Result<Vec<_>>>()?;
         let (own, qemus) = Sockets::pairs()?;
         let mut inherited = Inherited::default();
         let (prepared, bypass) = Prepared::of(start.spec)?.unzip();
@@ -224,6 +228,9 @@ impl Machine {
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
         machine.keep(&own.monitor, &own.agent)?;
+        for (zone, held) in &liveness {
+            machine.keep_liveness(zone, held.as_fd())?;
+        }
         machine.watch(ended)?;
         registered(&machine);
         machine.connect(own.monitor)?;

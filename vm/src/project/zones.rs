@@ -446,6 +446,13 @@ impl HostZone {
         }
     }
 
+    /// Holds a member with the descriptor by which an earlier supervisor has held it.
+    pub fn hold_again(&self, member: &str, liveness: OwnedFd) {
+        if let Some(held) = self.lock().get_mut(member) {
+            held.liveness = Some(Liveness::resume(liveness));
+        }
+    }
+
     /// As [`HostZone::gone`], for one that no process holds any more. Returns whether that is so.
     pub fn gone_if_ended(&self, member: &str) -> bool {
         let Some(id) = self.lock().get(member).map(|held| held.id) else { return true };

@@ -26,6 +26,9 @@ pub use handle::Shim;
 /// The ending of the name of a shim's socket in the project's folder.
 pub const EXTENSION: &str = "shim";
 
+/// The beginning of the names of what is closed when the child ends.
+pub const WITH_CHILD: &str = "child.";
+
 /// The name under which a manager keeps what it knows.
 pub const RECORD: &str = "record";
 

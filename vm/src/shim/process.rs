@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use tombolo_zone::daemon;
 
 use super::streams::Streamed;
-use super::{FORMAT, Order, Place, Reply, Request, State, Stream, wire};
+use super::{FORMAT, Order, Place, Reply, Request, State, Stream, WITH_CHILD, wire};
 use crate::child;
 use crate::qemu::start::no_process;
 
@@ -227,7 +227,11 @@ impl Process {
                 self.start(&order, fds)?;
                 return Ok(Reply::State(self.state()));
             }
-            Request::Put(names) => self.kept.extend(names.into_iter().zip(fds)),
+            Request::Put(names) => {
+                let runs = self.child.as_ref().is_some_and(Running::runs);
+                let named = names.into_iter().zip(fds);
+                self.kept.extend(named.filter(|(name, _)| runs || !name.starts_with(WITH_CHILD)));
+            }
             Request::Remove(names) => self.kept.retain(|name, _| !names.contains(name)),
             Request::Get(names) => {
                 let known = names.into_iter().filter(|name| self.kept.contains_key(name));
@@ -307,6 +311,7 @@ impl Process {
         let _none = rustix::process::kill_process_group(Pid::from_child(&child.process), Signal::KILL);
         let Ok(status) = child.process.wait() else { return };
         child.exit = Some(status.into_raw());
+        self.kept.retain(|name, _| !name.starts_with(WITH_CHILD));
         self.streams.values_mut().for_each(Streamed::drain);
         let mut connections = std::mem::take(&mut self.connections);
         connections.retain_mut(|connection| !connection.waits || self.tell_end(connection));

@@ -107,6 +107,13 @@ impl Supervisor {
                 (Kind::Server | Kind::Unknown, _) => {}
             }
         }
+        for (name, zone) in self.lock().zones.iter() {
+            for machine in &vms {
+                if let Some(liveness) = machine.liveness(name) {
+                    zone.hold_again(machine.name(), liveness);
+                }
+            }
+        }
         self.lock().machines.extend(vms.iter().map(|machine| (machine.name().to_owned(), machine.clone())));
         for shim in accelerators {
             let machines = self.lock().machines.clone();
