@@ -128,7 +128,8 @@ state() {
 }
 crash() {
 	supervisor=$(/mnt/tombolo ps --json | sed -n 's/.*"supervisor": *\([0-9]*\).*/\1/p' | head -n 1)
-	kill -9 "$supervisor"
+	shim=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$(cat /tmp/p/vcpu)/status")
+	kill -9 "$supervisor" "$shim"
 	while [ -d "/proc/$(cat /tmp/p/vcpu)" ]; do sleep 0.1; done
 }
 tombolo() { (cd /tmp/p; /mnt/tombolo "$@" 2>&1); }

@@ -182,7 +182,7 @@ fn what_can_not_be_copied_is_said_and_no_mount_is_left() {
         String::from_utf8(output.stderr).unwrap()
     };
     std::fs::create_dir(dir.join("from")).unwrap();
-    assert!(said(&["files", "import", "nowhere", "own.zone"]).contains("no directory that can be copied"));
+    assert!(said(&["files", "import", "nowhere", "own.zone"]).contains("nowhere: No such file"));
     // The zone has no file system yet.
     assert!(said(&["files", "import", "from", "own.zone"]).contains("tombolo files mkfs"));
     good(dir, &["files", "mkfs", "own.zone"]);
