@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The start of a supervisor. One that has died while something of its project lives on is followed by another as soon as a command looks for it.
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -34,7 +36,16 @@ fn file_of(dir: &Path) -> PathBuf {
 /// # Errors
 /// Those of the file system.
 pub fn note(dir: &StateDir, project: &Project) -> anyhow::Result<()> {
+    let text =
+        |variable: (OsString, OsString)| variable.0.into_string().ok().zip(variable.1.into_string().ok());
+    let environment: BTreeMap<String, String> = std::env::vars_os().filter_map(text).collect();
+    state::write_atomically(&environment_of(dir.path()), &serde_json::to_vec(&environment)?)?;
     Ok(state::write_atomically(&file_of(dir.path()), &serde_json::to_vec(project)?)?)
+}
+
+/// The file with the environment of a project's supervisor, which the next one has, too: by it the guest kit is found.
+fn environment_of(dir: &Path) -> PathBuf {
+    dir.join("environment.json")
 }
 
 /// The project that a supervisor has noted in this folder.
@@ -60,6 +71,11 @@ pub fn start(program: Option<&Path>, project: &Project, dir: &StateDir) -> anyho
     command.args(["supervise", "--dir"]).arg(dir.path()).arg("--control").arg(number.to_string());
     command.arg("--file").arg(&project.file).arg("--name").arg(&project.name);
     command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    // What an earlier supervisor has left, not what one has whose project has ended with it.
+    let noted = std::fs::read(environment_of(dir.path())).ok().filter(|_| shim::handle::any(dir.path()));
+    if let Some(text) = noted {
+        command.env_clear().envs(serde_json::from_slice::<BTreeMap<String, String>>(&text)?);
+    }
     daemon::detach(&mut command, &[theirs.as_fd()]);
     let started = command.spawn().map_err(|e| no_process(&e)).context("the supervisor can't be started")?;
     drop(theirs);
