@@ -3,9 +3,9 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Output};
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use tombolo_brief::child::leave_sockets;
+use tombolo_zone::daemon;
 
 use crate::qemu::start::no_process;
 
@@ -81,6 +82,18 @@ pub fn own_program() -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("tombolo");
     command
+}
+
+/// Starts a process that belongs to no other one: its parent, which is started for it, ends at once. It inherits these descriptors alone.
+///
+/// # Errors
+/// When no process can be had.
+pub fn start_apart(mut command: Command, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    daemon::detach(&mut command, fds);
+    daemon::orphan(&mut command);
+    leave_sockets(&mut command);
+    command.spawn().map_err(|e| no_process(&e))?.wait().map(drop)
 }
 
 /// The message of a program that failed: its standard error, or how it ended if it printed nothing there.

@@ -205,7 +205,7 @@ pub enum Command {
     /// Stand beside a VM, a switch, a server or a zone (started by the supervisor)
     #[command(hide = true)]
     Shim {
-        /// What it is for
+        /// Its name, such as vm-a: the kind and the name of what it stands beside
         #[arg(long)]
         name: String,
         /// The project's folder

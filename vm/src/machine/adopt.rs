@@ -68,8 +68,16 @@ pub struct Record {
 
 impl Machine {
     /// Has the shim keep the sockets of a QEMU that has just been started, and what is known of it.
-    pub(super) fn keep(&self, monitor: &UnixStream, agent: &UnixStream) -> anyhow::Result<()> {
-        self.shim.put(&[(MONITOR.to_owned(), monitor.as_fd()), (AGENT.to_owned(), agent.as_fd())])?;
+    /// `liveness`: of each zone, as for [`Machine::keep_liveness`].
+    pub(super) fn keep(
+        &self,
+        monitor: &UnixStream,
+        agent: &UnixStream,
+        liveness: &[(String, OwnedFd)],
+    ) -> anyhow::Result<()> {
+        let sockets = [(MONITOR.to_owned(), monitor.as_fd()), (AGENT.to_owned(), agent.as_fd())];
+        let liveness = liveness.iter().map(|(zone, held)| (liveness_of(zone), held.as_fd()));
+        self.shim.put(&sockets.into_iter().chain(liveness).collect::<Vec<_>>())?;
         self.save_ports(&self.ports.lock().unwrap_or_else(PoisonError::into_inner));
         let record = self.record_of(&self.held.lock().unwrap_or_else(PoisonError::into_inner));
         self.shim.put_record(RECORD, &record)
@@ -97,7 +105,7 @@ impl Machine {
 
     /// Has the shim keep what is known of the VM now.
     pub(super) fn save(&self) {
-        // What is held is given back by who has it locked, and saved then.
+        // The thread that has it locked changes it, and saves the VM afterwards.
         let Ok(held) = self.held.try_lock() else { return };
         let record = self.record_of(&held);
         drop(held);

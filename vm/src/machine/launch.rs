@@ -227,10 +227,7 @@ impl Machine {
         });
         machine.mark("qemu started");
         machine.record(&Phase::Booting, start.hypervisor.name());
-        machine.keep(&own.monitor, &own.agent)?;
-        for (zone, held) in &liveness {
-            machine.keep_liveness(zone, held.as_fd())?;
-        }
+        machine.keep(&own.monitor, &own.agent, &liveness)?;
         machine.watch(ended)?;
         registered(&machine);
         machine.connect(own.monitor)?;

@@ -40,7 +40,7 @@ pub trait Service: Send + Sync + 'static {
     /// The connection to a new process.
     type Link;
 
-    /// What a shim is to start, with the descriptors of its places. What the process says goes to its log.
+    /// The order for the shim, with the descriptors of its places. The shim's child writes to the service's log.
     ///
     /// # Errors
     /// Those of the system.

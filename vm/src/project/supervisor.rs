@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The supervisor: one process per running project. It owns the zones, starts and watches the VMs, and answers the
 //! commands over its control socket. It carries no data, and keeps nothing that it can't read again: each VM, switch and server is the child of a
-//! [shim](crate::shim), and when the supervisor dies the next command starts another one, which goes on with them (`adopt`).
+//! [shim](crate::shim), and when the supervisor dies the next command, or a shim, starts another one, which goes on with them (`adopt`).
 //!
 //! - `reception`: accepts connections; `requests`: carries out their requests.
 //! - `turn`: one request at a time starts or stops VMs.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a VM says, as its [shim](crate::shim) passes it on: the last lines stay at hand for errors, and a start can wait for a line.
+//! A VM's [shim](crate::shim) passes on the guest's console and QEMU's output. The supervisor keeps the last lines of each for its errors, and a start waits for a line.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;

@@ -72,24 +72,11 @@ fn listener(folder: &Path, name: &str) -> io::Result<OwnedFd> {
 /// Starts the process of a shim.
 #[cfg(not(test))]
 fn launch(folder: &Path, name: &str, listener: OwnedFd, first: OwnedFd) -> anyhow::Result<()> {
-    use tombolo_brief::child::leave_sockets;
-    use tombolo_zone::daemon;
-
-    use crate::qemu::start::no_process;
-
     let mut command = child::own_program();
     command.args(["shim", "--name", name, "--dir"]).arg(folder);
     command.arg("--listener").arg(listener.as_raw_fd().to_string());
     command.arg("--manager").arg(first.as_raw_fd().to_string());
-    let null = std::process::Stdio::null;
-    command.current_dir("/").stdin(null()).stdout(null()).stderr(null());
-    daemon::detach(&mut command, &[listener.as_fd(), first.as_fd()]);
-    daemon::orphan(&mut command);
-    leave_sockets(&mut command);
-    let spawned = command.spawn().map_err(|e| no_process(&e)).context("a shim can't be started");
-    // What was started is the shim's parent, which has ended.
-    spawned?.wait()?;
-    Ok(())
+    child::start_apart(command, &[listener.as_fd(), first.as_fd()]).context("a shim can't be started")
 }
 
 /// A thread: a test's own program is no shim.
@@ -481,7 +468,7 @@ mod tests {
         own.write_all(b"3\n").unwrap();
         assert_eq!(next.wait().unwrap().unwrap().code(), Some(3));
         assert!(started.process.has_ended());
-        // Whoever comes later learns it, too.
+        // The shim tells a manager that asks later how the child ended, too.
         assert_eq!(next.wait().unwrap().unwrap().code(), Some(3));
         next.run(shell("exit 0"), &[]).unwrap();
         assert!(next.wait().unwrap().unwrap().success());

@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
 use rustix::process::{Pid, PidfdFlags, Signal};
-use tombolo_zone::daemon;
 
 use super::streams::Streamed;
 use super::{FORMAT, Order, Place, Reply, Request, State, Stream, WITH_CHILD, wire};
@@ -137,14 +136,9 @@ impl Process {
     fn call_supervisor(&self) {
         let Some(folder) = &self.folder else { return };
         let mut command = child::own_program();
-        command.args(["supervise", "--revive", "--dir"]).arg(folder).current_dir("/");
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        daemon::detach(&mut command, &[]);
-        daemon::orphan(&mut command);
-        // Where it can't be started, the next try may.
-        if let Ok(mut parent) = command.spawn() {
-            let _ended = parent.wait();
-        }
+        command.args(["supervise", "--revive", "--dir"]).arg(folder);
+        // The next try may have a process.
+        let _none = child::start_apart(command, &[]);
     }
 
     /// Polls the child's end, the listener, the managers and the streams, in this order.

@@ -28,7 +28,7 @@ pub(super) struct Streamed {
 
 struct Watcher {
     socket: UnixStream,
-    /// What was typed, and the child has not taken yet.
+    /// Typed bytes that the child has not read yet.
     typed: Vec<u8>,
     /// It types no more, and still watches.
     silent: bool,
@@ -79,8 +79,8 @@ impl Streamed {
         index.and_then(|index| self.watchers.get(index)).is_none_or(|w| w.typed.is_empty() && !w.silent)
     }
 
-    /// Passes on what is there; `ready` is as [`Streamed::polled`]. Returns whether the child has closed its end now.
-    pub(super) fn pump(&mut self, ready: &[bool]) -> bool {
+    /// Passes on what is there; `ready` is as [`Streamed::polled`].
+    pub(super) fn pump(&mut self, ready: &[bool]) {
         let (child, watchers) = ready.split_at(usize::from(self.socket.is_some()).min(ready.len()));
         for (watcher, ready) in self.watchers.iter_mut().zip(watchers) {
             if *ready && watcher.typed.is_empty() && !watcher.silent {
@@ -89,7 +89,9 @@ impl Streamed {
         }
         self.type_in();
         self.watchers.retain(|watcher| !watcher.has_gone());
-        child.first().is_some_and(|ready| *ready) && !self.read()
+        if child.first().is_some_and(|ready| *ready) {
+            self.read();
+        }
     }
 
     /// Gives the child what was typed, as far as it takes that. Between two children it is lost.
@@ -107,19 +109,15 @@ impl Streamed {
         }
     }
 
-    /// Reads what the child says. False: it says no more.
-    fn read(&mut self) -> bool {
+    /// Reads what the child says.
+    fn read(&mut self) {
         let mut buffer = [0; CHUNK];
-        let Some(mut socket) = self.socket.as_ref() else { return true };
+        let Some(mut socket) = self.socket.as_ref() else { return };
         match socket.read(&mut buffer) {
             Ok(n) if n > 0 => self.say(&buffer[..n]),
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
-            _ => {
-                self.socket = None;
-                return false;
-            }
+            _ => self.socket = None,
         }
-        true
     }
 
     fn say(&mut self, data: &[u8]) {

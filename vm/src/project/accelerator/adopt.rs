@@ -20,7 +20,7 @@ use crate::project::zones::{HostZone, Place};
 use crate::shim::handle::Safe;
 use crate::shim::{RECORD, Shim};
 
-/// What the supervisor knows of an accelerator.
+/// The supervisor's knowledge of an accelerator, which the shim of its zones keeps.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Record {
     pub(super) name: String,

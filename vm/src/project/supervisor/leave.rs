@@ -29,7 +29,7 @@ impl Supervisor {
     /// Ends this process when no request runs and no VM boots. It returns only where that is not done.
     ///
     /// # Errors
-    /// What is still running after `seconds`.
+    /// Names the commands and the boots that have not ended within `seconds`.
     pub(super) fn leave_all(&self, seconds: u64, peer: &Peer, reporter: &Reporter) -> anyhow::Result<()> {
         let name = self.lock().project.name.clone();
         let (begun, longest, mut told) = (Instant::now(), Duration::from_secs(seconds), false);
