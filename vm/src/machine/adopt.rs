@@ -207,6 +207,14 @@ impl Machine {
         Ok(self.watch(ended)?)
     }
 
+    /// Ends the QEMU that a supervisor has started for a VM that had ended, and of which it could note nothing any more.
+    pub fn end_unfinished(&self) {
+        self.process.kill();
+        if let Err(e) = self.shim.wait() {
+            crate::say!("the VM '{}': {e:#}", self.name);
+        }
+    }
+
     /// Returns whether the VM's memory still grows.
     pub fn is_growing(&self) -> bool {
         let state = self.lock();

@@ -348,6 +348,10 @@ impl Machine {
             _ => return,
         }
         drop(state);
+        if event == "SHUTDOWN" {
+            // QEMU says only once why it ends.
+            self.save();
+        }
         self.changed.notify_all();
     }
 

@@ -39,8 +39,16 @@ pub fn note(dir: &StateDir, project: &Project) -> anyhow::Result<()> {
     let text =
         |variable: (OsString, OsString)| variable.0.into_string().ok().zip(variable.1.into_string().ok());
     let environment: BTreeMap<String, String> = std::env::vars_os().filter_map(text).collect();
-    state::write_atomically(&environment_of(dir.path()), &serde_json::to_vec(&environment)?)?;
-    Ok(state::write_atomically(&file_of(dir.path()), &serde_json::to_vec(project)?)?)
+    write_new(&environment_of(dir.path()), &serde_json::to_vec(&environment)?)?;
+    Ok(write_new(&file_of(dir.path()), &serde_json::to_vec(project)?)?)
+}
+
+/// Writes a file that has not this content already: replacing one waits for the disk on some file systems.
+fn write_new(path: &Path, content: &[u8]) -> std::io::Result<()> {
+    if std::fs::read(path).is_ok_and(|there| there == content) {
+        return Ok(());
+    }
+    state::write_atomically(path, content)
 }
 
 /// The file with the environment of a project's supervisor, which the next one has, too: by it the guest kit is found.

@@ -106,6 +106,13 @@ struct Beside {
 }
 
 impl Inner {
+    /// Counts a request that begins: its number.
+    fn enter(&mut self, what: String) -> u64 {
+        self.entered += 1;
+        self.requests.insert(self.entered, what);
+        self.entered
+    }
+
     /// Removes everything but the VMs. The caller ends the returned parts without the lock, since their ends take time.
     #[must_use]
     fn clear(&mut self) -> Beside {
@@ -150,7 +157,7 @@ pub fn run(project: Project, dir: &Path, control: RawFd) -> anyhow::Result<()> {
     };
     let begun = session::signals().and_then(|signals| {
         let supervisor = Arc::new(Supervisor::new(state, endpoint, signals, project));
-        let request = supervisor.enter("the command that started the project".into());
+        let request = supervisor.lock().enter("the command that started the project".into());
         supervisor.adopt()?;
         supervisor.attend_to_all()?;
         Ok((supervisor, request))

@@ -387,6 +387,8 @@ impl HostZone {
             Rights::ReadWrite => tombolo_zone::Rights::READ_WRITE,
             Rights::ReadOnly => tombolo_zone::Rights::READ_ONLY,
         };
+        // Its shim may have died since the last look.
+        self.keep()?;
         let id = self.zone.invite(member, Role::Vm, granted)?;
         let liveness = self.zone.hold(id)?;
         let doorbell = self.bells.connect(id)?;

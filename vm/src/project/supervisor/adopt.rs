@@ -154,6 +154,9 @@ impl Supervisor {
     fn go_on_with(self: &Arc<Self>, machine: Arc<Machine>) -> anyhow::Result<()> {
         let own = self.clone();
         if machine.has_ended() {
+            // The supervisor before may have died in the middle of its next start.
+            machine.end_unfinished();
+            self.leave_zones(machine.name(), machine.zones().keys());
             let follow_up = move || own.follow_up(&machine, machine.sequel());
             thread::start("follow-up", follow_up)?;
             return Ok(());

@@ -148,13 +148,8 @@ impl Supervisor {
             }
             _ => {}
         }
-        // A client whose request stays unheard for too long reports that and ends. One whose connection ends without 'heard' starts another
-        // supervisor.
-        self.wait_held(&request);
-        if session::has_gone(&peer.socket()) {
-            return;
-        }
-        if let Some(number) = self.enter_unless_withdrawn(request.what()) {
+        // One whose connection ends without 'heard' starts another supervisor.
+        if let Some(number) = self.enter_unless_withdrawn(&request, &peer.socket()) {
             self.serve(request, peer, reporter, number);
         }
     }
@@ -216,29 +211,19 @@ impl Supervisor {
         done.map(|()| Sequel::Answer)
     }
 
-    /// Waits for as long as new requests are held. `ps` and `down` are not.
-    fn wait_held(&self, request: &Request) {
+    /// Counts a request that begins, once new requests are held no more: its number. `ps` and `down` are never held. `None`: this supervisor is about to end, or
+    /// the client has gone, as one does whose request stays unheard for too long.
+    fn enter_unless_withdrawn(&self, request: &Request, client: &UnixStream) -> Option<u64> {
         let waits = !matches!(request, Request::Ps | Request::Down { .. });
-        while waits && self.lock().held {
+        while !session::has_gone(client) {
+            let mut inner = self.lock();
+            if !waits || !inner.held {
+                return (!inner.withdrawn).then(|| inner.enter(request.what()));
+            }
+            drop(inner);
             std::thread::sleep(HELD);
         }
-    }
-
-    /// Counts a request that begins: its number.
-    pub(super) fn enter(&self, what: String) -> u64 {
-        let mut inner = self.lock();
-        inner.entered += 1;
-        let number = inner.entered;
-        inner.requests.insert(number, what);
-        number
-    }
-
-    /// As [`Supervisor::enter`]; `None`: this supervisor is about to end.
-    fn enter_unless_withdrawn(&self, what: String) -> Option<u64> {
-        let is_withdrawn = self.lock().withdrawn;
-        let number = (!is_withdrawn).then(|| self.enter(what))?;
-        // It may have been withdrawn just now.
-        if self.lock().withdrawn { None } else { Some(number) }
+        None
     }
 
     /// Counts a request that has ended. Returns whether the caller must end this process: a supervisor without requests and VMs has nothing

@@ -131,9 +131,8 @@ impl Supervisor {
         let accelerators = &mut added.accelerators;
         self.parts(&project, actions, Kind::Accelerator, |inner| &mut inner.accelerators, accelerators)?;
         self.check_not_ending()?;
-        let mut inner = self.lock();
-        inner.project = project;
-        revival::note(&self.dir, &inner.project)
+        self.lock().project = project.clone();
+        revival::note(&self.dir, &project)
     }
 
     fn open_zone(
