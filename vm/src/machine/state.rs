@@ -242,7 +242,7 @@ impl Machine {
         self.lock().timeline.push((milestone.to_owned(), at));
     }
 
-    /// Notes QEMU's end and returns what the supervisor has to do. The caller does it, and calls [`Machine::close_consoles`] in each case.
+    /// Notes QEMU's end and returns what the supervisor has to do. The caller does it, and calls `close_consoles` in each case.
     pub fn set_ended(&self, exit: Exit) -> Sequel {
         let mut state = self.lock();
         state.exit = Some(if state.panicked {
