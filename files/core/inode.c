@@ -22,6 +22,13 @@ struct tfs_inode *tfs_search_inode(struct tfs *fs, tmb_u64 ino)
 	return (struct tfs_inode *)tfs_block(fs, run.block) + ino % TFS_INODES_PER_BLOCK;
 }
 
+bool tfs_exists(struct tfs *fs, struct tfs_handle h)
+{
+	struct tfs_inode *inode = tfs_inode(fs, h.ino);
+
+	return inode && tfs_is(inode, h);
+}
+
 int tfs_refuse(struct tfs *fs, struct tfs_handle h, struct tfs_inode *inode)
 {
 	if (!inode)

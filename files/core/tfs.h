@@ -147,6 +147,8 @@ struct tfs_attr {
 	bool has_xattr;
 };
 int tfs_getattr(struct tfs *fs, struct tfs_handle h, struct tfs_attr *out);
+/* Returns whether the zone has the handle's inode. For handles from outside the zone, whose numbers may be any: others that aren't there are damage. */
+bool tfs_exists(struct tfs *fs, struct tfs_handle h);
 /* Returns whether tfs_getattr would give the same again. Cheaper than it; false in doubt. */
 bool tfs_attr_same(struct tfs *fs, const struct tfs_attr *before);
 

@@ -181,6 +181,12 @@ static void tmb_renew(struct inode *inode)
 		tmb_refresh(inode);
 }
 
+/* A dentry of O_TMPFILE or of a file handle, which overlayfs keeps and asks for: it is valid as long as its inode lives. */
+static bool tmb_is_nameless(const struct dentry *dentry)
+{
+	return IS_ROOT(dentry) || dentry->d_fsdata == &tmb_dentry_ops;
+}
+
 static int tmb_d_revalidate(TMB_REVALIDATE_ARGS)
 {
 	struct name_snapshot name;
@@ -189,6 +195,11 @@ static int tmb_d_revalidate(TMB_REVALIDATE_ARGS)
 	u64 stamp, now;
 	int valid;
 
+	if (tmb_is_nameless(dentry)) {
+		struct inode *inode = d_inode_rcu(dentry);
+
+		return inode && !tmb_refresh(inode);
+	}
 	if (flags & LOOKUP_RCU) {
 		dir = d_inode_rcu(READ_ONCE(dentry->d_parent));
 		if (!dir || !tmb_is_true(dir, dentry, &stamp))
@@ -421,6 +432,7 @@ static int tmb_tmpfile(tmb_idmap *idmap, struct inode *dir, struct file *file, u
 	set_nlink(inode, 1);
 	spin_unlock(&inode->i_lock);
 	d_tmpfile(file, inode);
+	file->f_path.dentry->d_fsdata = (void *)&tmb_dentry_ops; /* tmb_is_nameless */
 	err = finish_open_simple(file, 0);
 	tmb_unhold(inode);
 	return err;

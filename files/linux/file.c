@@ -9,6 +9,7 @@
 
 #include <linux/capability.h>
 #include <linux/falloc.h>
+#include <linux/fiemap.h>
 #include <linux/pagemap.h>
 #include <linux/sched/signal.h>
 #include <linux/splice.h>
@@ -409,6 +410,62 @@ static loff_t tmb_llseek(struct file *file, loff_t offset, int whence)
 		return at < 0 ? at : vfs_setpos(file, at, inode->i_sb->s_maxbytes);
 	}
 	return generic_file_llseek_size(file, offset, whence, inode->i_sb->s_maxbytes, tfs_size(fs, tmb_h(inode)));
+}
+
+/* Gives the extent at 'at' or after it, before 'end': its first block's place in the file, and the blocks. -ENXIO: none. */
+static s64 tmb_extent(struct tfs *fs, struct tfs_handle h, u64 at, u64 end, struct tfs_run *run)
+{
+	unsigned int tries;
+
+	for (tries = 0; tries < TFS_READ_TRIES; tries++) {
+		s64 from = tfs_seek(fs, h, at, false), n, there;
+		struct tfs_look look;
+
+		if (from < 0 || from >= (s64)end)
+			return from < 0 ? from : -ENXIO;
+		n = tfs_look_begin(fs, h, from, end - from, &look);
+		if (n < 0)
+			return n;
+		there = n ? tfs_look_end(fs, &look, from, n) : -EAGAIN;
+		*run = look.run;
+		if (there > 0 && run->block)
+			return round_down(from, TFS_BLOCK);
+		if (there < 0 && there != -EAGAIN)
+			return there;
+	}
+	return -EBUSY;
+}
+
+/* Reports where the file's bytes lie in the zone, up to its end. Each extent was there at some moment of the call. */
+int tmb_fiemap(struct inode *inode, struct fiemap_extent_info *info, u64 start, u64 length)
+{
+	struct tmb_sb *s = tmb_sb(inode->i_sb);
+	struct tfs_handle h = tmb_h(inode);
+	struct tfs_run run, next;
+	s64 at, after;
+	u64 end;
+	int err;
+
+	err = tmb_refresh(inode);
+	if (!err)
+		err = fiemap_prep(inode, info, start, &length, 0);
+	if (err)
+		return err;
+	end = start + length;
+	for (at = tmb_extent(&s->fs, h, start, end, &run); at >= 0; at = after, run = next) {
+		u64 physical = s->zone.files_offset + (run.block << TFS_BLOCK_SHIFT), bytes = run.count << TFS_BLOCK_SHIFT;
+
+		after = tmb_extent(&s->fs, h, at + bytes, TFS_MAX_SIZE, &next);
+		err = fiemap_fill_next_extent(info, at, physical, bytes, after == -ENXIO ? FIEMAP_EXTENT_LAST : 0);
+		if (err)
+			return err < 0 ? err : 0;
+		if (after >= (s64)end)
+			return 0;
+		if (fatal_signal_pending(current))
+			return -EINTR;
+		cond_resched();
+	}
+	return at == -ENXIO ? 0 : at;
 }
 
 /* A system call's stores are in the zone when it returns. On persistent memory, a mapping's stores may still be in a cache. */

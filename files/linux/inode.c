@@ -435,6 +435,12 @@ int tmb_getattr(tmb_idmap *idmap, const struct path *path, struct kstat *stat, u
 		stat->attributes |= STATX_ATTR_IMMUTABLE;
 	if (inode->i_flags & S_APPEND)
 		stat->attributes |= STATX_ATTR_APPEND;
+	/* O_DIRECT copies as any read and write does. */
+	if (mask & STATX_DIOALIGN && S_ISREG(inode->i_mode)) {
+		stat->result_mask |= STATX_DIOALIGN;
+		stat->dio_mem_align = 1;
+		stat->dio_offset_align = 1;
+	}
 	return 0;
 }
 
@@ -618,6 +624,7 @@ const struct inode_operations tmb_file_iops = {
 	TMB_ACL_OPS,
 	.fileattr_get = tmb_fileattr_get,
 	.fileattr_set = tmb_fileattr_set,
+	.fiemap = tmb_fiemap,
 };
 
 const struct inode_operations tmb_symlink_iops = {

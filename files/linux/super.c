@@ -228,6 +228,8 @@ static int tmb_fill_super(struct super_block *sb, struct fs_context *fc)
 		       s->zone.name, err);
 	if (err)
 		return err;
+	if (s->fs.root.ino == TFS_ROOT_INO)
+		sb->s_export_op = &tmb_export_ops;
 	tmb_mappings_start(s);
 	smp_store_release(&s->opened, true);
 	if (writable) {

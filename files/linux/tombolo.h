@@ -9,6 +9,7 @@
  *	inode.c	 VFS inodes: identity, refreshing from the zone, attributes, openers' references
  *	dir.c	 names: lookup and its validation, create, link, rename, readdir
  *	file.c	 data: read, write, seek, fallocate, truncate
+ *	export.c file handles
  *	mmap.c	 faults, and taking mappings back when another member removes blocks
  *	lock.c	 flock and fcntl locks
  *	notify.c inotify and fanotify across members
@@ -210,6 +211,10 @@ extern const struct dentry_operations tmb_dentry_ops;
 /* file.c */
 extern const struct file_operations tmb_file_fops;
 int tmb_truncate(struct inode *inode, loff_t size, bool kill_suid);
+int tmb_fiemap(struct inode *inode, struct fiemap_extent_info *info, u64 start, u64 length);
+
+/* export.c */
+extern const struct export_operations tmb_export_ops;
 
 /* lock.c */
 int tmb_lock(struct file *file, int cmd, struct file_lock *fl);

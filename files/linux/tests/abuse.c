@@ -120,6 +120,26 @@ static void with_file(const char *path)
 	close(fd);
 }
 
+/* A path's handle, bent now and then, and the file that it names. */
+static void with_handle(const char *dir, const char *path)
+{
+	static _Alignas(struct file_handle) char room[sizeof(struct file_handle) + MAX_HANDLE_SZ];
+	struct file_handle *handle = (void *)room;
+	int mount, at = open(dir, O_RDONLY | O_DIRECTORY), fd;
+
+	handle->handle_bytes = MAX_HANDLE_SZ;
+	fd = name_to_handle_at(AT_FDCWD, path, handle, &mount, 0);
+	tell(fd);
+	if (!fd) {
+		if (!R(3))
+			room[sizeof(*handle) + R(handle->handle_bytes)] ^= (char)(1 << R(8));
+		fd = open_by_handle_at(at, handle, O_RDONLY | O_NONBLOCK);
+		tell(fd);
+		close(fd);
+	}
+	close(at);
+}
+
 static void one(const char *dir)
 {
 	const char *path = n_paths ? paths[R((unsigned)n_paths)] : dir;
@@ -131,7 +151,7 @@ static void one(const char *dir)
 		snprintf(other, sizeof(other), "%s/new%u", dir, R(20));
 	else
 		snprintf(other, sizeof(other), "%s", n_paths ? paths[R((unsigned)n_paths)] : dir);
-	switch (R(18)) {
+	switch (R(19)) {
 	case 0: tell(stat(path, &st)); break;
 	case 1: tell(rename(path, other)); break;
 	case 2: tell(link(path, other)); break;
@@ -147,6 +167,7 @@ static void one(const char *dir)
 	case 12: tell(chmod(path, R(01000))); break;
 	case 13: tell(statvfs(dir, &vfs)); break;
 	case 14: with_file(other); break;
+	case 15: with_handle(dir, path); break;
 	default: with_file(path);
 	}
 }

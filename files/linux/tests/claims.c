@@ -1630,28 +1630,37 @@ static int overlaid(char **a)
 	return 0;
 }
 
-/*
- * fan DIR READY: a fanotify group with file identifiers hears what another member makes in DIR, once READY is there; prints its name. A file system without
- * file handles has such groups since Linux 6.6: "refused" before.
- */
-static int fan(char **a)
+/* A fanotify group with file identifiers hears what another member makes where the mark is, once 'ready' is there; prints its name. */
+static int hears(const char *path, const char *ready, unsigned int mark, uint64_t mask)
 {
 	int group = fanotify_init(FAN_CLASS_NOTIF | FAN_REPORT_DIR_FID | FAN_REPORT_NAME, O_RDONLY);
 	struct fanotify_event_metadata *event = (void *)buf;
 	struct fanotify_event_info_fid *info = (void *)(event + 1);
-
-	CHECK(group >= 0);
-	if (fanotify_mark(group, FAN_MARK_ADD, FAN_CREATE, AT_FDCWD, a[0])) {
-		CHECK(errno == EOPNOTSUPP);
-		puts("refused");
-		return 0;
-	}
-	CHECK(!close(open(a[1], O_CREAT | O_WRONLY, 0600)));
-	alarm(60);
-	CHECK(read(group, buf, sizeof(buf)) > 0 && event->mask & FAN_CREATE && info->hdr.info_type == FAN_EVENT_INFO_TYPE_DFID_NAME);
 	struct file_handle *dir = (void *)info->handle;
-	puts((char *)dir->f_handle + dir->handle_bytes);
+	size_t event_size = sizeof(*event) + sizeof(*info) + sizeof(*dir) + 64; /* room for one */
+	const char *name;
+
+	CHECK(group >= 0 && !fanotify_mark(group, FAN_MARK_ADD | mark, mask, AT_FDCWD, path));
+	CHECK(!close(open(ready, O_CREAT | O_WRONLY, 0600)));
+	alarm(60);
+	do {
+		CHECK(read(group, buf, event_size) > 0 && event->mask & FAN_CREATE && info->hdr.info_type == FAN_EVENT_INFO_TYPE_DFID_NAME);
+		name = (char *)dir->f_handle + dir->handle_bytes;
+	} while (!strcmp(name, strrchr(ready, '/') + 1));
+	puts(name);
 	return 0;
+}
+
+/* fan DIR READY */
+static int fan(char **a)
+{
+	return hears(a[0], a[1], 0, FAN_CREATE);
+}
+
+/* fan_all MOUNT READY: of directories, wherever they are. */
+static int fan_all(char **a)
+{
+	return hears(a[0], a[1], FAN_MARK_FILESYSTEM, FAN_CREATE | FAN_ONDIR);
 }
 
 #define MINE_ONLY 1 /* UFFD_USER_MODE_ONLY */
@@ -1747,7 +1756,7 @@ static const struct {
 	{"locked", locked, 2}, {"free", is_free, 1}, {"release", release, 2}, {"meta", meta, 2}, {"io", io, 2}, {"late", late, 4},
 	{"polls", polls, 2}, {"chattr", chattr, 2}, {"sparse", sparse, 1}, {"mine", mine, 2}, {"look", look, 2},
 	{"cached", cached, 1}, {"guarded", guarded, 1}, {"poked", poked, 1}, {"many", many, 1},
-	{"overlaid", overlaid, 1}, {"fan", fan, 2},
+	{"overlaid", overlaid, 1}, {"fan", fan, 2}, {"fan_all", fan_all, 2},
 };
 
 int main(int argc, char **argv)
