@@ -209,6 +209,9 @@ fn nfs(dir: &Path, export: &Path, vms: &[&str]) -> Result<Server> {
             Err(e) => bail!("the NFS server does not answer on {listen}:{NFS_PORT}: {e}"),
         })
         .with_context(|| format!("its log: {}", end_of(&log)))?;
+    // Version 6 passes over tmpfs when it looks for file systems, and serves an empty tree.
+    let said = fs::read_to_string(&log).with_context(|| format!("can't read {}", log.display()))?;
+    ensure!(!said.contains("Could not create export"), "{version} exports nothing of a tmpfs");
     Ok(server)
 }
 
