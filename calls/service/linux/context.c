@@ -20,7 +20,7 @@
 #define GUEST_TABLE 0x27ULL
 #define GUEST_LARGE 0xe7ULL
 
-static struct page *table_of(struct tmb_ept *ept)
+static struct page *tmb_table_of(struct tmb_ept *ept)
 {
 	struct page *page = alloc_page(GFP_KERNEL_ACCOUNT | __GFP_ZERO);
 
@@ -29,12 +29,12 @@ static struct page *table_of(struct tmb_ept *ept)
 	return page;
 }
 
-static int ept_make(struct tmb_ept *ept)
+static int tmb_ept_make(struct tmb_ept *ept)
 {
 	struct page *root;
 
 	INIT_LIST_HEAD(&ept->tables);
-	root = table_of(ept);
+	root = tmb_table_of(ept);
 	if (!root)
 		return -ENOMEM;
 	ept->root = page_address(root);
@@ -42,7 +42,7 @@ static int ept_make(struct tmb_ept *ept)
 	return 0;
 }
 
-static void ept_free(struct tmb_ept *ept)
+static void tmb_ept_free(struct tmb_ept *ept)
 {
 	struct page *page, *next;
 
@@ -55,7 +55,7 @@ static void ept_free(struct tmb_ept *ept)
 	ept->root = NULL;
 }
 
-static int ept_map(struct tmb_ept *ept, u64 gpa, struct page *page, u64 access)
+static int tmb_ept_map(struct tmb_ept *ept, u64 gpa, struct page *page, u64 access)
 {
 	u64 *table = ept->root;
 	int level;
@@ -64,7 +64,7 @@ static int ept_map(struct tmb_ept *ept, u64 gpa, struct page *page, u64 access)
 		u64 *entry = &table[gpa >> (12 + 9 * level) & 511];
 
 		if (!*entry) {
-			struct page *below = table_of(ept);
+			struct page *below = tmb_table_of(ept);
 
 			if (!below)
 				return -ENOMEM;
@@ -76,56 +76,56 @@ static int ept_map(struct tmb_ept *ept, u64 gpa, struct page *page, u64 access)
 	return 0;
 }
 
-static int ept_map_pages(struct tmb_ept *ept, u64 offset, struct page **pages, unsigned long n, u64 access)
+static int tmb_ept_map_pages(struct tmb_ept *ept, u64 offset, struct page **pages, unsigned long n, u64 access)
 {
 	unsigned long i;
 	int r = 0;
 
 	for (i = 0; i < n && !r; i++)
-		r = ept_map(ept, TMB_GPA_GIB + offset + i * PAGE_SIZE, pages[i], access);
+		r = tmb_ept_map(ept, TMB_GPA_GIB + offset + i * PAGE_SIZE, pages[i], access);
 	return r;
 }
 
 /* What gate and service have in common: the guest's page tables, and a page of code at the same place. */
-static int map_common(struct tmb_ept *ept, struct tmb_binding *binding, struct page *code)
+static int tmb_map_common(struct tmb_ept *ept, struct tmb_binding *binding, struct page *code)
 {
-	int r = ept_make(ept);
+	int r = tmb_ept_make(ept);
 
 	if (!r)
-		r = ept_map(ept, binding->root, binding->level1, EPT_READ);
+		r = tmb_ept_map(ept, binding->root, binding->level1, EPT_READ);
 	if (!r)
-		r = ept_map(ept, TMB_GPA_LEVEL2, binding->level2, EPT_READ);
+		r = tmb_ept_map(ept, TMB_GPA_LEVEL2, binding->level2, EPT_READ);
 	if (!r)
-		r = ept_map(ept, TMB_GPA_GIB + TMB_VISIT_GATE, code, EPT_EXECUTE);
+		r = tmb_ept_map(ept, TMB_GPA_GIB + TMB_VISIT_GATE, code, EPT_EXECUTE);
 	return r;
 }
 
-static int map_service(struct tmb_ept *ept, struct tmb_binding *binding, struct tmb_context *context)
+static int tmb_map_service(struct tmb_ept *ept, struct tmb_binding *binding, struct tmb_context *context)
 {
 	struct tmb_service *service = binding->service;
-	int r = map_common(ept, binding, binding->door);
+	int r = tmb_map_common(ept, binding, binding->door);
 	unsigned int i;
 
 	for (i = 0; i < service->n_segments && !r; i++) {
 		struct tmb_segment *s = &service->segments[i];
 		u64 access = EPT_READ | (s->flags & TMB_SERVICE_WRITE ? EPT_WRITE : 0) | (s->flags & TMB_SERVICE_EXECUTE ? EPT_EXECUTE : 0);
 
-		r = ept_map_pages(ept, TMB_VISIT_SERVICE + s->at, s->pages, s->n, access);
+		r = tmb_ept_map_pages(ept, TMB_VISIT_SERVICE + s->at, s->pages, s->n, access);
 	}
 	if (!r)
-		r = ept_map_pages(ept, TMB_VISIT_SHARED, &service->shared, 1, EPT_READ | EPT_WRITE);
+		r = tmb_ept_map_pages(ept, TMB_VISIT_SHARED, &service->shared, 1, EPT_READ | EPT_WRITE);
 	if (!r)
-		r = ept_map_pages(ept, TMB_VISIT_TABLE, &service->table, 1, EPT_READ);
+		r = tmb_ept_map_pages(ept, TMB_VISIT_TABLE, &service->table, 1, EPT_READ);
 	if (!r)
-		r = ept_map_pages(ept, TMB_VISIT_STACK, context->stack, TMB_STACK_PAGES, EPT_READ | EPT_WRITE);
+		r = tmb_ept_map_pages(ept, TMB_VISIT_STACK, context->stack, TMB_STACK_PAGES, EPT_READ | EPT_WRITE);
 	if (!r)
-		r = ept_map_pages(ept, TMB_VISIT_FRAME, &context->frame, 1, EPT_READ | EPT_WRITE);
+		r = tmb_ept_map_pages(ept, TMB_VISIT_FRAME, &context->frame, 1, EPT_READ | EPT_WRITE);
 	if (!r)
-		r = ept_map_pages(ept, TMB_VISIT_WINDOW, binding->window, TMB_WINDOW_PAGES, EPT_READ | EPT_WRITE);
+		r = tmb_ept_map_pages(ept, TMB_VISIT_WINDOW, binding->window, TMB_WINDOW_PAGES, EPT_READ | EPT_WRITE);
 	return r;
 }
 
-static int make_context(struct tmb_binding *binding, struct tmb_context *context, struct tmb_visitor *visitor)
+static int tmb_make_context(struct tmb_binding *binding, struct tmb_context *context, struct tmb_visitor *visitor)
 {
 	static atomic_t ids = ATOMIC_INIT(0);
 	struct tmb_visit_frame *frame;
@@ -149,20 +149,20 @@ static int make_context(struct tmb_binding *binding, struct tmb_context *context
 	while (!frame->id);
 	frame->mxcsr = 0x1f80;
 	frame->n_calls = binding->service->n_calls;
-	r = map_common(&context->gate, binding, binding->gate_code);
+	r = tmb_map_common(&context->gate, binding, binding->gate_code);
 	if (!r)
-		r = ept_map_pages(&context->gate, TMB_VISIT_LIST, &list, 1, EPT_READ | EPT_WRITE);
+		r = tmb_ept_map_pages(&context->gate, TMB_VISIT_LIST, &list, 1, EPT_READ | EPT_WRITE);
 	if (!r)
-		r = map_service(&context->service, binding, context);
+		r = tmb_map_service(&context->service, binding, context);
 	return r;
 }
 
-static void free_context(struct tmb_context *context)
+static void tmb_free_context(struct tmb_context *context)
 {
 	int i;
 
-	ept_free(&context->gate);
-	ept_free(&context->service);
+	tmb_ept_free(&context->gate);
+	tmb_ept_free(&context->service);
 	for (i = 0; i < TMB_STACK_PAGES; i++)
 		if (context->stack[i])
 			__free_page(context->stack[i]);
@@ -172,7 +172,7 @@ static void free_context(struct tmb_context *context)
 
 /* One entry of the first level leads to the second, one entry of which is the GiB; all others lead to where nothing is mapped, so that an access ends the
  * visit as an EPT violation and not as an exception of the guest's. */
-static void write_guest_tables(struct tmb_binding *binding)
+static void tmb_write_guest_tables(struct tmb_binding *binding)
 {
 	u64 *level1 = page_address(binding->level1), *level2 = page_address(binding->level2);
 	int i;
@@ -185,7 +185,7 @@ static void write_guest_tables(struct tmb_binding *binding)
 	level2[binding->gate >> 30 & 511] = TMB_GPA_GIB | GUEST_LARGE;
 }
 
-static void write_code(struct tmb_binding *binding)
+static void tmb_write_code(struct tmb_binding *binding)
 {
 	const u8 enter[] = TMB_VISIT_ENTER_CODE((u8)binding->index), leave[] = TMB_VISIT_EXIT_CODE;
 	const u8 vmfunc[] = { 0x0f, 0x01, 0xd4 };
@@ -221,13 +221,13 @@ int tmb_contexts_make(struct tmb_binding *binding)
 		if (!*pages[i])
 			return -ENOMEM;
 	}
-	write_guest_tables(binding);
-	write_code(binding);
+	tmb_write_guest_tables(binding);
+	tmb_write_code(binding);
 	binding->contexts = kcalloc(client->n_visitors, sizeof(*binding->contexts), GFP_KERNEL_ACCOUNT);
 	if (!binding->contexts)
 		return -ENOMEM;
 	for (i = 0; i < client->n_visitors && !r; i++)
-		r = make_context(binding, &binding->contexts[i], &client->visitors[i]);
+		r = tmb_make_context(binding, &binding->contexts[i], &client->visitors[i]);
 	return r;
 }
 
@@ -237,7 +237,7 @@ void tmb_contexts_free(struct tmb_binding *binding)
 	unsigned int i;
 
 	for (i = 0; binding->contexts && i < binding->client->n_visitors; i++)
-		free_context(&binding->contexts[i]);
+		tmb_free_context(&binding->contexts[i]);
 	kfree(binding->contexts);
 	for (i = 0; i < ARRAY_SIZE(pages); i++)
 		if (pages[i])

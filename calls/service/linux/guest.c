@@ -27,7 +27,7 @@ struct tmb_bound {
 };
 
 /* The host's answer, 0 or an errno. */
-static long ask(struct tmb_visit_request *request)
+static long tmb_ask(struct tmb_visit_request *request)
 {
 	struct tmb_visit_request *page = (void *)get_zeroed_page(GFP_KERNEL); /* in one page, whatever the stack is */
 	long r;
@@ -44,7 +44,7 @@ static long ask(struct tmb_visit_request *request)
 }
 
 /* With page-table isolation a process in user mode has the second page of its root. */
-static u64 root_of(struct mm_struct *mm)
+static u64 tmb_root_of(struct mm_struct *mm)
 {
 	pgd_t *root = mm->pgd;
 
@@ -53,12 +53,12 @@ static u64 root_of(struct mm_struct *mm)
 	return virt_to_phys(root);
 }
 
-static long bind(struct tmb_bound *bound, struct tmb_visit_bind *bind)
+static long tmb_bind(struct tmb_bound *bound, struct tmb_visit_bind *bind)
 {
 	struct tmb_visit_request request = {
 		.version = TMB_VISIT_VERSION,
 		.operation = TMB_VISIT_BIND,
-		.root = root_of(current->mm),
+		.root = tmb_root_of(current->mm),
 		.gate = bind->gate,
 	};
 	long r;
@@ -70,7 +70,7 @@ static long bind(struct tmb_bound *bound, struct tmb_visit_bind *bind)
 		return -ENOMEM;
 	request.window = page_to_phys(bound->window);
 	memcpy(request.name, bind->name, sizeof(request.name));
-	r = ask(&request);
+	r = tmb_ask(&request);
 	if (r) {
 		__free_pages(bound->window, WINDOW_ORDER);
 		bound->window = NULL;
@@ -84,7 +84,7 @@ static long bind(struct tmb_bound *bound, struct tmb_visit_bind *bind)
 	return 0;
 }
 
-static long bound_ioctl(struct file *file, unsigned int command, unsigned long argument)
+static long tmb_bound_ioctl(struct file *file, unsigned int command, unsigned long argument)
 {
 	struct tmb_bound *bound = file->private_data;
 	struct tmb_visit_bind request;
@@ -95,14 +95,14 @@ static long bound_ioctl(struct file *file, unsigned int command, unsigned long a
 	if (copy_from_user(&request, (void __user *)argument, sizeof(request)))
 		return -EFAULT;
 	mutex_lock(&bound->lock);
-	r = bind(bound, &request);
+	r = tmb_bind(bound, &request);
 	mutex_unlock(&bound->lock);
 	if (!r && copy_to_user((void __user *)argument, &request, sizeof(request)))
 		r = -EFAULT;
 	return r;
 }
 
-static int bound_mmap(struct file *file, struct vm_area_struct *vma)
+static int tmb_bound_mmap(struct file *file, struct vm_area_struct *vma)
 {
 	struct tmb_bound *bound = file->private_data;
 	int r = -ENXIO;
@@ -118,7 +118,7 @@ static int bound_mmap(struct file *file, struct vm_area_struct *vma)
 	return r;
 }
 
-static int bound_open(struct inode *inode, struct file *file)
+static int tmb_bound_open(struct inode *inode, struct file *file)
 {
 	struct tmb_bound *bound = kzalloc(sizeof(*bound), GFP_KERNEL_ACCOUNT);
 
@@ -129,7 +129,7 @@ static int bound_open(struct inode *inode, struct file *file)
 	return 0;
 }
 
-static int bound_release(struct inode *inode, struct file *file)
+static int tmb_bound_release(struct inode *inode, struct file *file)
 {
 	struct tmb_bound *bound = file->private_data;
 
@@ -140,7 +140,7 @@ static int bound_release(struct inode *inode, struct file *file)
 			.binding = bound->binding,
 			.generation = bound->generation,
 		};
-		long r = ask(&request);
+		long r = tmb_ask(&request);
 
 		/* ENOENT, ENOSYS: the service is gone. While a binding may stand, the host translates by this root and writes into this window. */
 		if (r && r != -ENOENT && r != -ENOSYS) {
@@ -154,38 +154,38 @@ static int bound_release(struct inode *inode, struct file *file)
 	return 0;
 }
 
-static const struct file_operations bound_fops = {
+static const struct file_operations tmb_bound_fops = {
 	.owner = THIS_MODULE,
-	.open = bound_open,
-	.release = bound_release,
-	.unlocked_ioctl = bound_ioctl,
-	.mmap = bound_mmap,
+	.open = tmb_bound_open,
+	.release = tmb_bound_release,
+	.unlocked_ioctl = tmb_bound_ioctl,
+	.mmap = tmb_bound_mmap,
 	.llseek = noop_llseek,
 };
 
-static struct miscdevice bound_device = {
+static struct miscdevice tmb_bound_device = {
 	.minor = MISC_DYNAMIC_MINOR,
 	.name = "tombolo-service",
-	.fops = &bound_fops,
+	.fops = &tmb_bound_fops,
 	.mode = 0666,
 };
 
-static int __init bound_init(void)
+static int __init tmb_bound_init(void)
 {
 	BUILD_BUG_ON(sizeof(struct tmb_visit_bind) != 64 || sizeof(struct tmb_visit_request) > PAGE_SIZE);
 	if (!kvm_para_available() || boot_cpu_has(X86_FEATURE_LA57) || !boot_cpu_has(X86_FEATURE_XMM2)) {
 		pr_err("tombolo: services are called in VMs of KVM, with page tables of four levels\n");
 		return -ENODEV;
 	}
-	return misc_register(&bound_device);
+	return misc_register(&tmb_bound_device);
 }
 
-static void __exit bound_exit(void)
+static void __exit tmb_bound_exit(void)
 {
-	misc_deregister(&bound_device);
+	misc_deregister(&tmb_bound_device);
 }
 
-module_init(bound_init);
-module_exit(bound_exit);
+module_init(tmb_bound_init);
+module_exit(tmb_bound_exit);
 MODULE_LICENSE("Dual BSD/GPL");
 MODULE_DESCRIPTION("Binds processes of a VM to services of its host");

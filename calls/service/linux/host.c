@@ -33,13 +33,13 @@
 #define ENTRY_OF_NONE (0xfff0000000000000ULL | TMB_VISIT_INVALID)
 
 static DEFINE_MUTEX(tmb_lock);
-static LIST_HEAD(services);
-static LIST_HEAD(clients);
-static const u8 indices[TMB_VISIT_BINDINGS] = TMB_VISIT_INDICES;
+static LIST_HEAD(tmb_services);
+static LIST_HEAD(tmb_clients);
+static const u8 tmb_indices[TMB_VISIT_BINDINGS] = TMB_VISIT_INDICES;
 
 /* Bindings. */
 
-static void unpin(struct tmb_binding *binding)
+static void tmb_unpin(struct tmb_binding *binding)
 {
 	int i;
 
@@ -48,14 +48,14 @@ static void unpin(struct tmb_binding *binding)
 			unpin_user_page(binding->window[i]);
 }
 
-static void free_binding(struct tmb_binding *binding)
+static void tmb_free_binding(struct tmb_binding *binding)
 {
 	tmb_contexts_free(binding);
-	unpin(binding);
+	tmb_unpin(binding);
 	kfree(binding);
 }
 
-static void end_binding(struct tmb_binding *binding)
+static void tmb_end_binding(struct tmb_binding *binding)
 {
 	struct tmb_client *client = binding->client;
 	unsigned long flags;
@@ -76,10 +76,10 @@ static void end_binding(struct tmb_binding *binding)
 	tmb_forget_translations();
 	list_del(&binding->link);
 	binding->service->n_bindings--;
-	free_binding(binding);
+	tmb_free_binding(binding);
 }
 
-static int pin_window(struct tmb_visitor *v, struct tmb_binding *binding, u64 at)
+static int tmb_pin_window(struct tmb_visitor *v, struct tmb_binding *binding, u64 at)
 {
 	int i;
 
@@ -96,7 +96,7 @@ static int pin_window(struct tmb_visitor *v, struct tmb_binding *binding, u64 at
 	return 0;
 }
 
-static struct tmb_service *service_for(struct tmb_client *client, const char *name)
+static struct tmb_service *tmb_service_for(struct tmb_client *client, const char *name)
 {
 	struct tmb_admission *a;
 
@@ -106,7 +106,7 @@ static struct tmb_service *service_for(struct tmb_client *client, const char *na
 	return NULL;
 }
 
-static void publish(struct tmb_binding *binding)
+static void tmb_publish(struct tmb_binding *binding)
 {
 	struct tmb_client *client = binding->client;
 	u32 k = binding->number;
@@ -130,22 +130,22 @@ static void publish(struct tmb_binding *binding)
 }
 
 /* The GiB must not be one that a mode with short linear addresses reaches, and the root of the client's page tables none of the contexts' own addresses. */
-static bool makes_sense(const struct tmb_visit_request *r)
+static bool tmb_makes_sense(const struct tmb_visit_request *r)
 {
 	return r->gate % SZ_1G == TMB_VISIT_GATE && r->gate >> 39 > 0 && r->gate >> 47 == 0 && r->root % PAGE_SIZE == 0 && r->root < TMB_GPA_GIB;
 }
 
-static long bind(struct tmb_visitor *v, struct tmb_visit_request *request)
+static long tmb_bind_locked(struct tmb_visitor *v, struct tmb_visit_request *request)
 {
 	static u32 generations;
 	struct tmb_client *client = v->client;
-	struct tmb_service *service = service_for(client, request->name);
+	struct tmb_service *service = tmb_service_for(client, request->name);
 	struct tmb_binding *binding;
 	int k, r;
 
 	if (!service)
 		return -ENOENT;
-	if (!makes_sense(request))
+	if (!tmb_makes_sense(request))
 		return -EINVAL;
 	for (k = 0; k < TMB_VISIT_BINDINGS && client->bindings[k]; k++)
 		;
@@ -157,20 +157,20 @@ static long bind(struct tmb_visitor *v, struct tmb_visit_request *request)
 	binding->service = service;
 	binding->client = client;
 	binding->number = k;
-	binding->index = indices[k];
+	binding->index = tmb_indices[k];
 	binding->generation = ++generations ?: ++generations;
 	binding->root = request->root;
 	binding->gate = request->gate;
-	r = pin_window(v, binding, request->window);
+	r = tmb_pin_window(v, binding, request->window);
 	if (!r)
 		r = tmb_contexts_make(binding);
 	if (r) {
-		free_binding(binding);
+		tmb_free_binding(binding);
 		return r;
 	}
 	list_add(&binding->link, &service->bindings);
 	service->n_bindings++;
-	publish(binding);
+	tmb_publish(binding);
 	request->binding = k;
 	request->index = binding->index;
 	request->generation = binding->generation;
@@ -183,7 +183,7 @@ long tmb_bind(struct tmb_visitor *v, struct tmb_visit_request *request)
 
 	if (!mutex_trylock(&tmb_lock))
 		return -EAGAIN;
-	r = bind(v, request);
+	r = tmb_bind_locked(v, request);
 	mutex_unlock(&tmb_lock);
 	return r;
 }
@@ -199,7 +199,7 @@ long tmb_unbind(struct tmb_visitor *v, const struct tmb_visit_request *request)
 		return -EAGAIN;
 	binding = v->client->bindings[request->binding];
 	if (binding && binding->generation == request->generation) {
-		end_binding(binding);
+		tmb_end_binding(binding);
 		r = 0;
 	}
 	mutex_unlock(&tmb_lock);
@@ -208,13 +208,13 @@ long tmb_unbind(struct tmb_visitor *v, const struct tmb_visit_request *request)
 
 /* Clients. */
 
-static void end_client(struct tmb_client *client)
+static void tmb_end_client(struct tmb_client *client)
 {
 	unsigned int i;
 
 	for (i = 0; i < TMB_VISIT_BINDINGS; i++)
 		if (client->bindings[i])
-			end_binding(client->bindings[i]);
+			tmb_end_binding(client->bindings[i]);
 	tmb_client_detach(client);
 	for (i = 0; i < client->n_visitors; i++)
 		tmb_visitor_remove(&client->visitors[i]);
@@ -225,7 +225,7 @@ static void end_client(struct tmb_client *client)
 	kvfree(client);
 }
 
-static void end_admission(struct tmb_admission *a)
+static void tmb_end_admission(struct tmb_admission *a)
 {
 	struct tmb_client *client = a->client;
 
@@ -233,15 +233,15 @@ static void end_admission(struct tmb_admission *a)
 	list_del(&a->of_client);
 	kfree(a);
 	if (list_empty(&client->admissions))
-		end_client(client);
+		tmb_end_client(client);
 }
 
-static void reap(struct work_struct *work)
+static void tmb_reap(struct work_struct *work)
 {
 	struct tmb_client *client, *next;
 
 	mutex_lock(&tmb_lock);
-	list_for_each_entry_safe(client, next, &clients, link) {
+	list_for_each_entry_safe(client, next, &tmb_clients, link) {
 		unsigned int i, left = 0;
 		bool last;
 
@@ -252,29 +252,29 @@ static void reap(struct work_struct *work)
 		/* The last of them ends the client. */
 		do {
 			last = list_is_singular(&client->admissions);
-			end_admission(list_first_entry(&client->admissions, struct tmb_admission, of_client));
+			tmb_end_admission(list_first_entry(&client->admissions, struct tmb_admission, of_client));
 		} while (!last);
 	}
 	mutex_unlock(&tmb_lock);
 }
-static DECLARE_WORK(reaping, reap);
+static DECLARE_WORK(tmb_reaping, tmb_reap);
 
 void tmb_vcpu_freed(void)
 {
-	schedule_work(&reaping);
+	schedule_work(&tmb_reaping);
 }
 
-static u64 *new_list(void)
+static u64 *tmb_new_list(void)
 {
 	u64 *list = (u64 *)get_zeroed_page(GFP_KERNEL_ACCOUNT);
 	int i;
 
 	for (i = 0; list && i < TMB_VISIT_BINDINGS; i++)
-		list[indices[i]] = ENTRY_OF_NONE;
+		list[tmb_indices[i]] = ENTRY_OF_NONE;
 	return list;
 }
 
-static struct tmb_client *new_client(struct kvm *kvm)
+static struct tmb_client *tmb_new_client(struct kvm *kvm)
 {
 	unsigned int n = atomic_read(&kvm->online_vcpus), i;
 	struct tmb_client *client = kvzalloc(struct_size(client, visitors, n), GFP_KERNEL_ACCOUNT);
@@ -288,11 +288,11 @@ static struct tmb_client *new_client(struct kvm *kvm)
 	client->kvm = kvm;
 	client->n_visitors = n;
 	for (i = 0; i < n; i++) {
-		client->visitors[i].list = new_list();
+		client->visitors[i].list = tmb_new_list();
 		if (!client->visitors[i].list)
 			goto no_memory;
 	}
-	list_add(&client->link, &clients);
+	list_add(&client->link, &tmb_clients);
 	for (i = 0; i < n; i++) {
 		struct tmb_visitor *v = &client->visitors[i];
 
@@ -309,17 +309,17 @@ no_memory:
 	return ERR_PTR(-ENOMEM);
 }
 
-static struct tmb_client *client_of(struct kvm *kvm)
+static struct tmb_client *tmb_client_of(struct kvm *kvm)
 {
 	struct tmb_client *client;
 
-	list_for_each_entry(client, &clients, link)
+	list_for_each_entry(client, &tmb_clients, link)
 		if (client->kvm == kvm && READ_ONCE(client->visitors[0].vcpu))
 			return client;
-	return new_client(kvm);
+	return tmb_new_client(kvm);
 }
 
-static long admit(struct tmb_service *service, int fd)
+static long tmb_admit(struct tmb_service *service, int fd)
 {
 	struct file *file = fget(fd);
 	struct tmb_client *client;
@@ -333,10 +333,10 @@ static long admit(struct tmb_service *service, int fd)
 		return -EINVAL;
 	}
 	a = kzalloc(sizeof(*a), GFP_KERNEL_ACCOUNT);
-	client = a ? client_of(file->private_data) : ERR_PTR(-ENOMEM);
+	client = a ? tmb_client_of(file->private_data) : ERR_PTR(-ENOMEM);
 	if (IS_ERR(client)) {
 		r = PTR_ERR(client);
-	} else if (service_for(client, service->name)) {
+	} else if (tmb_service_for(client, service->name)) {
 		r = -EEXIST;
 	} else {
 		a->service = service;
@@ -352,7 +352,7 @@ static long admit(struct tmb_service *service, int fd)
 
 /* Services. */
 
-static void free_pages_of(struct tmb_segment *s)
+static void tmb_free_pages_of(struct tmb_segment *s)
 {
 	unsigned long i;
 
@@ -362,12 +362,12 @@ static void free_pages_of(struct tmb_segment *s)
 	kvfree(s->pages);
 }
 
-static void free_service(struct tmb_service *service)
+static void tmb_free_service(struct tmb_service *service)
 {
 	unsigned int i;
 
 	for (i = 0; service->segments && i < service->n_segments; i++)
-		free_pages_of(&service->segments[i]);
+		tmb_free_pages_of(&service->segments[i]);
 	kfree(service->segments);
 	if (service->shared)
 		__free_page(service->shared);
@@ -377,13 +377,13 @@ static void free_service(struct tmb_service *service)
 }
 
 /* Bytes by which a service could leave its context elsewhere than through the door, or change its client's address space. */
-static bool forbidden(const u8 *b)
+static bool tmb_forbidden(const u8 *b)
 {
 	return b[0] == 0x0f && ((b[1] == 0x01 && (b[2] == 0xd4 || b[2] == 0xef)) || (b[1] == 0xae && b[2] >= 0xd0 && b[2] <= 0xdf));
 }
 
 /* The bytes of a segment one after the other; those of neighbours make one run of code, so all executable segments are looked at as one. */
-static int check_code(struct tmb_service *service)
+static int tmb_check_code(struct tmb_service *service)
 {
 	u8 last[3] = { 0 };
 	unsigned int i;
@@ -402,7 +402,7 @@ static int check_code(struct tmb_service *service)
 				last[0] = last[1];
 				last[1] = last[2];
 				last[2] = bytes[at];
-				if (forbidden(last))
+				if (tmb_forbidden(last))
 					return -ENOEXEC;
 			}
 			cond_resched();
@@ -411,7 +411,7 @@ static int check_code(struct tmb_service *service)
 	return 0;
 }
 
-static int take_segment(struct tmb_segment *s, const struct tmb_service_segment *from, u64 after)
+static int tmb_take_segment(struct tmb_segment *s, const struct tmb_service_segment *from, u64 after)
 {
 	unsigned long i;
 
@@ -435,7 +435,7 @@ static int take_segment(struct tmb_segment *s, const struct tmb_service_segment 
 	return 0;
 }
 
-static int take_table(struct tmb_service *service, u64 calls)
+static int tmb_take_table(struct tmb_service *service, u64 calls)
 {
 	u32 *table = page_address(service->table);
 	u32 i, j;
@@ -455,7 +455,7 @@ static int take_table(struct tmb_service *service, u64 calls)
 	return 0;
 }
 
-static int fill_service(struct tmb_service *service, const struct tmb_service_register *r)
+static int tmb_fill_service(struct tmb_service *service, const struct tmb_service_register *r)
 {
 	u64 after = 0;
 	u32 i;
@@ -472,16 +472,16 @@ static int fill_service(struct tmb_service *service, const struct tmb_service_re
 		if (copy_from_user(&from, u64_to_user_ptr(r->segments + i * sizeof(from)), sizeof(from)))
 			return -EFAULT;
 		service->n_segments = i + 1;
-		e = take_segment(&service->segments[i], &from, after);
+		e = tmb_take_segment(&service->segments[i], &from, after);
 		if (e)
 			return e;
 		after = from.at + from.size;
 	}
-	e = take_table(service, r->calls);
-	return e ?: check_code(service);
+	e = tmb_take_table(service, r->calls);
+	return e ?: tmb_check_code(service);
 }
 
-static long register_service(struct file *file, const void __user *argument)
+static long tmb_register_service(struct file *file, const void __user *argument)
 {
 	struct tmb_service_register r;
 	struct tmb_service *service;
@@ -501,17 +501,17 @@ static long register_service(struct file *file, const void __user *argument)
 	INIT_LIST_HEAD(&service->admissions);
 	strscpy(service->name, r.name, sizeof(service->name));
 	service->n_calls = r.n_calls;
-	e = fill_service(service, &r);
+	e = tmb_fill_service(service, &r);
 	if (e) {
-		free_service(service);
+		tmb_free_service(service);
 		return e;
 	}
-	list_add(&service->link, &services);
+	list_add(&service->link, &tmb_services);
 	file->private_data = service;
 	return 0;
 }
 
-static long service_ioctl(struct file *file, unsigned int command, unsigned long argument)
+static long tmb_service_ioctl(struct file *file, unsigned int command, unsigned long argument)
 {
 	struct tmb_service *service;
 	struct tmb_service_stat stat;
@@ -520,11 +520,11 @@ static long service_ioctl(struct file *file, unsigned int command, unsigned long
 	mutex_lock(&tmb_lock);
 	service = file->private_data;
 	if (command == TMB_SERVICE_IOC_REGISTER) {
-		r = register_service(file, (const void __user *)argument);
+		r = tmb_register_service(file, (const void __user *)argument);
 	} else if (!service) {
 		r = -ENXIO;
 	} else if (command == TMB_SERVICE_IOC_ADMIT) {
-		r = admit(service, argument);
+		r = tmb_admit(service, argument);
 	} else if (command == TMB_SERVICE_IOC_STAT) {
 		stat.bindings = service->n_bindings;
 		stat.ended = atomic64_read(&service->ended);
@@ -534,13 +534,13 @@ static long service_ioctl(struct file *file, unsigned int command, unsigned long
 	return r;
 }
 
-static int service_open(struct inode *inode, struct file *file)
+static int tmb_service_open(struct inode *inode, struct file *file)
 {
 	file->private_data = NULL; /* the misc device's own */
 	return capable(CAP_SYS_ADMIN) ? 0 : -EPERM;
 }
 
-static int service_release(struct inode *inode, struct file *file)
+static int tmb_service_release(struct inode *inode, struct file *file)
 {
 	struct tmb_service *service = file->private_data;
 	struct tmb_binding *binding, *next;
@@ -550,32 +550,32 @@ static int service_release(struct inode *inode, struct file *file)
 		return 0;
 	mutex_lock(&tmb_lock);
 	list_for_each_entry_safe(binding, next, &service->bindings, link)
-		end_binding(binding);
+		tmb_end_binding(binding);
 	list_for_each_entry_safe(a, following, &service->admissions, of_service)
-		end_admission(a);
+		tmb_end_admission(a);
 	list_del(&service->link);
 	mutex_unlock(&tmb_lock);
-	free_service(service);
+	tmb_free_service(service);
 	return 0;
 }
 
-static const struct file_operations service_fops = {
+static const struct file_operations tmb_service_fops = {
 	.owner = THIS_MODULE,
-	.open = service_open,
-	.release = service_release,
-	.unlocked_ioctl = service_ioctl,
+	.open = tmb_service_open,
+	.release = tmb_service_release,
+	.unlocked_ioctl = tmb_service_ioctl,
 	.llseek = noop_llseek,
 };
 
-static struct miscdevice service_device = {
+static struct miscdevice tmb_service_device = {
 	.minor = MISC_DYNAMIC_MINOR,
 	.name = "tombolo-services",
-	.fops = &service_fops,
+	.fops = &tmb_service_fops,
 	.mode = 0600,
 };
 
 /* VMFUNC with EPTP switching, and pages that are only executable. */
-static bool processor_fits(void)
+static bool tmb_processor_fits(void)
 {
 	u64 controls, ept, functions;
 
@@ -584,7 +584,7 @@ static bool processor_fits(void)
 	       ept & VMX_EPT_EXTENT_GLOBAL_BIT && !rdmsrl_safe(MSR_VMFUNC, &functions) && functions & 1;
 }
 
-static int __init service_init(void)
+static int __init tmb_service_init(void)
 {
 	int r;
 
@@ -592,28 +592,28 @@ static int __init service_init(void)
 	BUILD_BUG_ON(offsetof(struct tmb_visit_frame, count) != 32 || offsetof(struct tmb_visit_frame, n_calls) != 48);
 	BUILD_BUG_ON(offsetof(struct tmb_visit_shared, ended) != 8 || sizeof(struct tmb_visit_request) != 96);
 	BUILD_BUG_ON(TMB_VISIT_GATE_INDEX + TMB_VISIT_BINDINGS > LIST_ENTRIES);
-	if (!processor_fits()) {
+	if (!tmb_processor_fits()) {
 		pr_err("tombolo: this processor has no VMFUNC with EPTP switching and execute-only pages; services are called by rings here\n");
 		return -ENODEV;
 	}
 	r = tmb_hooks_set();
 	if (r)
 		return r;
-	r = misc_register(&service_device);
+	r = misc_register(&tmb_service_device);
 	if (r)
 		tmb_hooks_unset();
 	return r;
 }
 
-static void __exit service_exit(void)
+static void __exit tmb_service_exit(void)
 {
 	/* No service is left, so no client either. */
-	misc_deregister(&service_device);
+	misc_deregister(&tmb_service_device);
 	tmb_hooks_unset();
-	cancel_work_sync(&reaping);
+	cancel_work_sync(&tmb_reaping);
 }
 
-module_init(service_init);
-module_exit(service_exit);
+module_init(tmb_service_init);
+module_exit(tmb_service_exit);
 MODULE_LICENSE("Dual BSD/GPL");
 MODULE_DESCRIPTION("Services that VMs call by VMFUNC, beside stock KVM");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* The parts of the host's module: services and their clients (host.c), contexts (context.c, door.S), and what happens at a vCPU's entries and exits (visit.c). */
+/* The host's module: services and their clients (host.c), contexts (context.c, door.S), entries and exits of vCPUs (visit.c). */
 #ifndef TOMBOLO_SERVICE_HOST_H
 #define TOMBOLO_SERVICE_HOST_H
 

@@ -20,7 +20,8 @@
  * those of the two displacements and of the index are no instruction in 64-bit mode (tests/gate.rs decodes from each byte).
  *
  * A call: the client executes VMFUNC with the gate's index right before TMB_VISIT_ENTER; the gate goes on into the door, which calls the service, and
- * leaves through the gate; the client goes on behind the gate's code at TMB_VISIT_EXIT_AT. If a visit ends early the client goes on at TMB_VISIT_LANDING with a reason in rax.
+ * leaves through the gate; the client goes on behind the gate's code at TMB_VISIT_EXIT_AT. If a visit ends early the client goes
+ * on at TMB_VISIT_LANDING with a reason in rax.
  *
  *	at entry: eax 0, ecx the gate's index, rdi the call, rsi, r8, r9 its arguments
  *	at return: r8 the result, r9d TMB_VISIT_DONE or why there is none; all other registers are lost
@@ -106,7 +107,8 @@ struct tmb_visit_frame {
 	__u32 pad;
 };
 
-/* The guest asks its host by VMCALL: rax TMB_VISIT_HYPERCALL, rbx the request's guest-physical address, which lies in one page. rax: 0 or an errno, negative. */
+/* The guest asks its host by VMCALL: rax TMB_VISIT_HYPERCALL, rbx the guest-physical address of the request, which lies in one page.
+ * rax: 0 or a negative errno. */
 #define TMB_VISIT_HYPERCALL 0x746d6276UL
 #define TMB_VISIT_BIND 1
 #define TMB_VISIT_UNBIND 2

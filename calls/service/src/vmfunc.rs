@@ -190,10 +190,16 @@ impl Bound {
         Ok(Bound { gate, window, _device: file })
     }
 
+    /// The function that enters the service: `uint32_t (*)(uint64_t call, uint64_t a, uint64_t b, uint64_t c, uint64_t *result)`, which returns 0, or
+    /// TMB_VISIT_… (linux/visit.h) and no result. One thread at a time may call it, as long as the binding lives.
+    pub fn entry(&self) -> *const u8 {
+        self.gate.base.wrapping_add(CALL)
+    }
+
     fn visit(&mut self, call: u32, [a, b, c]: [u64; 3]) -> (u32, u64) {
         let mut result = 0;
         // SAFETY: fill() wrote a function of this type there.
-        let function: Call = unsafe { std::mem::transmute(self.gate.base.add(CALL)) };
+        let function: Call = unsafe { std::mem::transmute(self.entry()) };
         // SAFETY: the binding lives, so VMFUNC enters its gate, which returns here, and the host's module sees to it that nothing but `result` and the
         // window changes.
         let status = unsafe { function(u64::from(call), a, b, c, &raw mut result) };
@@ -210,6 +216,9 @@ fn refused(name: &str, e: io::Error) -> Error {
         Some(libc::ENOSYS) => Error::Refused(format!(
             "{name}: the host has no visits: its module tombolo_service_host is not loaded, or not for this VM"
         )),
+        Some(libc::EOPNOTSUPP) => {
+            Error::Refused(format!("{name}: the host's kvm_intel has to be loaded with enable_apicv=0"))
+        }
         Some(libc::EUSERS) => Error::Refused(format!(
             "{name}: this VM has {} bindings, and no more are possible",
             format::TMB_VISIT_BINDINGS
