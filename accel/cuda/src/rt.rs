@@ -146,6 +146,17 @@ impl<T> Out<T> {
     }
 }
 
+impl<T: Copy> Out<T> {
+    /// What the program has there, where it also tells something. Null is refused.
+    pub fn get(&self) -> Result<T, i32> {
+        if self.0.is_null() {
+            return Err(cu::CUDA_ERROR_INVALID_VALUE);
+        }
+        // SAFETY: C calls exported functions with pointers to values of what they declare, or null; they may be unaligned.
+        Ok(unsafe { self.0.read_unaligned() })
+    }
+}
+
 /// The object that a program's handle names.
 pub fn object(handle: Handle, kind: u32) -> Result<Obj, i32> {
     if kind == kind::STREAM && handle as usize <= PER_THREAD {

@@ -2,6 +2,7 @@
 //! What the client knows of each object, and of the memory that it has.
 
 use std::collections::{BTreeMap, HashSet};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// An object of a program.
@@ -18,6 +19,17 @@ pub enum Detail {
     Context(Context),
     /// A function, or a kernel.
     Function(Box<Function>),
+    Node(Node),
+    /// A launchable graph: the graph that it was made of, as the program sees it.
+    Exec(usize),
+}
+
+/// A node of a graph.
+pub struct Node {
+    /// Its graph, as the program sees it.
+    pub graph: usize,
+    /// The id of the function that it was last told to launch; 0: none.
+    pub function: AtomicU64,
 }
 
 pub struct Context {

@@ -106,6 +106,8 @@ fn programs_of_nvcc_print_forwarded_what_they_print_on_the_device() {
         ("reduce.cu", "ok\n"),
         ("groups.cu", "ok\n"),
         ("functions.cu", "ok\n"),
+        ("graphs.cu", "ok\n"),
+        ("copies.cu", "ok\n"),
     ] {
         let program = compiled(name);
         let expected = text(&mut directly(&program));

@@ -4,7 +4,7 @@
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;
-use tombolo_accel_gen::api::{Api, Class, Function, Type};
+use tombolo_accel_gen::api::{Api, Class, Function, Param, Type};
 use tombolo_accel_gen::{doc, parse};
 use tombolo_accel_spec::CUDA_API;
 
@@ -30,13 +30,18 @@ fn cpp(ty: &Type) -> String {
 }
 
 fn handle(kind: &str) -> String {
-    let name = if kind == "exec" { "graphExec" } else { kind };
+    let name = match kind {
+        "exec" => "graphExec",
+        "node" => "graphNode",
+        other => other,
+    };
     format!("CU{name}")
 }
 
 const PRELUDE: &str = r#"
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
+#include <cstddef>
 #include <type_traits>
 template <int N> struct Number {};
 template <class T> struct To {};
@@ -57,6 +62,19 @@ fn source(api: &Api) -> Result<String, std::fmt::Error> {
     let mut out = PRELUDE.to_string();
     for c in &api.constants {
         writeln!(out, "static_assert({0} == {1}, \"{0}\");", c.name, c.value)?;
+    }
+    for s in &api.structs {
+        let name = format!("CUDA_{}", s.name.to_uppercase());
+        writeln!(out, "static_assert(sizeof({name}) == {}, \"{name}\");", s.size)?;
+        let mut end = "0".to_string();
+        for Param { name: field, .. } in &s.fields {
+            // In the order of the declaration, and nothing but padding between.
+            writeln!(
+                out,
+                "static_assert(offsetof({name}, {field}) >= {end} && offsetof({name}, {field}) - ({end}) < 8, \"{field}\");"
+            )?;
+            end = format!("offsetof({name}, {field}) + sizeof((({name} *)0)->{field})");
+        }
     }
     for f in &api.functions {
         for name in f.symbols().iter().map(|s| &s.name) {

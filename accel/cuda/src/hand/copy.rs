@@ -14,45 +14,45 @@ const IN_RECORD: usize = 8 << 10;
 /// Bytes that travel in a reply.
 const IN_REPLY: usize = 32 << 10;
 /// Bytes of a piece that goes through the window.
-const PIECE: usize = 2 << 20;
+pub const PIECE: usize = 2 << 20;
 
 /// A stream, and whether the call returns before what it puts there has ended.
 #[derive(Clone, Copy)]
-struct Where {
+pub struct Where {
     stream: Option<Obj>,
-    is_async: bool,
+    pub is_async: bool,
 }
 
 impl Where {
-    fn id(self) -> u64 {
+    pub fn id(self) -> u64 {
         self.stream.map_or(0, |stream| stream.id())
     }
 }
 
 /// The stream of a handle, for a call that returns before what it puts there has ended.
-fn in_stream(stream: Handle) -> Result<Where, i32> {
+pub fn in_stream(stream: Handle) -> Result<Where, i32> {
     Ok(Where { stream: rt::maybe(stream, kind::STREAM)?, is_async: true })
 }
 
 /// The default stream, for a call that waits.
-fn at_once() -> Result<Where, i32> {
+pub fn at_once() -> Result<Where, i32> {
     Ok(Where { stream: rt::maybe(std::ptr::null_mut(), kind::STREAM)?, is_async: false })
 }
 
 /// Returns whether the client knows that these bytes are device memory of its own: then the copy can't be refused.
-fn is_sure(address: u64, len: usize) -> bool {
+pub fn is_sure(address: u64, len: usize) -> bool {
     let range = ranges().find(address).filter(|range| range.window.is_none());
     range.is_some_and(|range| range.len - (address - range.start) >= len as u64)
 }
 
 /// Sends a record; waits for it unless it is sure to succeed.
-fn send<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
+pub fn send<'a, R: tombolo_accel_spec::wire::Record<'a>>(record: &R, post: bool) -> Result<(), i32> {
     if post { rt::post(record) } else { rt::call(record).map(drop) }
 }
 
 /// # Safety
 /// `from` has `len` bytes.
-unsafe fn host_to_device(to: u64, from: *const u8, len: usize, place: Where) -> Result<(), i32> {
+pub unsafe fn host_to_device(to: u64, from: *const u8, len: usize, place: Where) -> Result<(), i32> {
     let connection = rt::connection()?;
     if len == 0 {
         return Ok(());
@@ -96,7 +96,7 @@ unsafe fn host_to_device(to: u64, from: *const u8, len: usize, place: Where) -> 
 
 /// # Safety
 /// `to` has room for `len` bytes.
-unsafe fn device_to_host(to: *mut u8, from: u64, len: usize, place: Where) -> Result<(), i32> {
+pub unsafe fn device_to_host(to: *mut u8, from: u64, len: usize, place: Where) -> Result<(), i32> {
     let connection = rt::connection()?;
     if len == 0 {
         return Ok(());

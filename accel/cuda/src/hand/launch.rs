@@ -29,7 +29,7 @@ struct Launch {
 ///
 /// # Safety
 /// `each` is null or points to a pointer for each parameter; `extra` is null or a list as the API describes it.
-unsafe fn parameters(
+pub unsafe fn parameters(
     function: &Function,
     each: *const *const u8,
     extra: *const *const c_void,

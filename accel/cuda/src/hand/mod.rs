@@ -7,13 +7,17 @@
 //! - [`module`]: modules, libraries, functions and kernels.
 //! - [`memory`]: allocations, and what is known of an address.
 //! - [`copy`]: copies between the program's memory and the device's.
+//! - [`cuboid`]: copies of rectangles and cuboids.
+//! - [`graph`]: graphs, their nodes, and what can be launched of them.
 //! - [`occupancy`]: the block size that fills a multiprocessor.
 //! - [`launch`]: launches, whose parameters' sizes are known since their function was found.
 
 mod context;
 mod copy;
+mod cuboid;
 mod device;
 mod find;
+mod graph;
 mod launch;
 mod memory;
 mod module;
@@ -21,8 +25,10 @@ mod occupancy;
 
 pub use context::*;
 pub use copy::*;
+pub use cuboid::*;
 pub use device::*;
 pub use find::*;
+pub use graph::*;
 pub use launch::*;
 pub use memory::*;
 pub use module::*;

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Handlers written by hand: contexts; modules, and what is found in them; allocations; copies; launches.
+//! Handlers written by hand: contexts; modules, and what is found in them; allocations. Copies, launches and graphs have modules of their own.
 
+pub(super) use super::copy::*;
+pub(super) use super::cuboid::*;
+pub(super) use super::graph::*;
+pub(super) use super::launch::*;
 use super::memory::Range;
-use super::{CURRENT, Cx, Extra, Handle, Parameters, lock};
+use super::{CURRENT, Cx, Extra, Handle, lock};
 use std::ffi::c_void;
 use std::sync::Arc;
 use tombolo_accel_spec::code;
@@ -10,8 +14,6 @@ use tombolo_accel_spec::cuda::{self as wire, cu, kind};
 
 /// No id of a context: what is current in this thread is not known.
 const UNKNOWN: u64 = u64::MAX;
-/// Bytes that a reply may carry.
-const IN_REPLY: u64 = 64 << 10;
 /// The largest number of parameters that a kernel has.
 const PARAMETERS: usize = 4096;
 
@@ -285,96 +287,4 @@ pub(super) fn mem_free_v2(cx: &mut Cx<'_>, r: &wire::MemFreeV2) -> Result<(), i3
         Err(_) => lock(&cx.cuda.ranges).insert(r.dptr, range),
     }
     freed
-}
-
-/// Bytes of the window, or of the record, are not pinned: the driver has read or written them when this returns, so the client may use them again. In a capture they would be
-/// read later.
-fn finish(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
-    cx.blocks.set(true);
-    let f = cx.native().cuStreamSynchronize.ok_or(wire::UNSUPPORTED)?;
-    // SAFETY: a live stream, or the context's.
-    cx.status(unsafe { f(stream) })
-}
-
-fn refuse_capture(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
-    let Some(f) = cx.native().cuStreamIsCapturing else { return Ok(()) };
-    let mut captured = 0;
-    // SAFETY: a live stream, or the context's; room for a number.
-    cx.status(unsafe { f(stream, &mut captured) })?;
-    if captured == 0 { Ok(()) } else { Err(cu::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) }
-}
-
-/// The range of the window that a copy names.
-fn window(cx: &Cx<'_>, offset: u64, len: u64) -> Result<*mut u8, i32> {
-    cx.cuda.session().window.at(offset, len).map_err(|_| cu::CUDA_ERROR_INVALID_VALUE)
-}
-
-pub(super) fn memcpy_hto_d_async_v2(cx: &mut Cx<'_>, r: &wire::MemcpyHtoDAsyncV2<'_>) -> Result<(), i32> {
-    let f = cx.native().cuMemcpyHtoDAsync_v2.ok_or(wire::UNSUPPORTED)?;
-    let stream = cx.maybe(kind::STREAM, r.hStream)?;
-    cx.bytes(r.dstDevice, r.ByteCount)?;
-    refuse_capture(cx, stream)?;
-    let from = match r.bytes.len() as u64 {
-        0 => window(cx, r.data, r.ByteCount)?.cast_const(),
-        len if len == r.ByteCount => r.bytes.as_ptr(),
-        _ => return Err(cu::CUDA_ERROR_INVALID_VALUE),
-    };
-    // SAFETY: the client's memory, and so many bytes that live until finish() has returned.
-    cx.status(unsafe { f(r.dstDevice, from.cast(), r.ByteCount as usize, stream) })?;
-    finish(cx, stream)
-}
-
-pub(super) fn memcpy_dto_h_async_v2(cx: &mut Cx<'_>, r: &wire::MemcpyDtoHAsyncV2) -> Result<(), i32> {
-    let f = cx.native().cuMemcpyDtoHAsync_v2.ok_or(wire::UNSUPPORTED)?;
-    let stream = cx.maybe(kind::STREAM, r.hStream)?;
-    cx.bytes(r.srcDevice, r.ByteCount)?;
-    refuse_capture(cx, stream)?;
-    let len = r.ByteCount as usize;
-    if r.data != 0 {
-        let to = window(cx, r.data, r.ByteCount)?;
-        // SAFETY: the client's memory; room for so many bytes in its window.
-        cx.status(unsafe { f(to.cast_const().cast(), r.srcDevice, len, stream) })?;
-        finish(cx, stream)?;
-        cx.cuda.session().push_window(r.data, r.ByteCount);
-        return Ok(());
-    }
-    if r.ByteCount > IN_REPLY {
-        return Err(cu::CUDA_ERROR_INVALID_VALUE);
-    }
-    let mut bytes = vec![0u8; len];
-    // SAFETY: the client's memory; room for so many bytes until finish() has returned.
-    cx.status(unsafe { f(bytes.as_mut_ptr().cast_const().cast(), r.srcDevice, len, stream) })?;
-    finish(cx, stream)?;
-    cx.reply.extend_from_slice(&bytes);
-    Ok(())
-}
-
-pub(super) fn launch_kernel(cx: &mut Cx<'_>, r: &wire::LaunchKernel<'_>) -> Result<(), i32> {
-    let (plain, cooperative) = (cx.native().cuLaunchKernel, cx.native().cuLaunchCooperativeKernel);
-    let [gx, gy, gz, bx, by, bz] = r.shape[..] else { return Err(cu::CUDA_ERROR_INVALID_VALUE) };
-    let stream = cx.maybe(kind::STREAM, r.hStream)?;
-    let (function, known) = callable(cx, r.f)?;
-    let size = known.iter().map(|(at, len)| at + len).max().unwrap_or(0);
-    if r.parameters.len() != size {
-        return Err(cu::CUDA_ERROR_INVALID_VALUE);
-    }
-    let each: Vec<*const u8> = known.iter().map(|(at, _)| r.parameters[*at..].as_ptr()).collect();
-    let each = each.as_ptr().cast();
-    if r.cooperative != 0 {
-        let f = cooperative.ok_or(wire::UNSUPPORTED)?;
-        // SAFETY: a live function, and all of its parameters with the sizes that the driver said.
-        return cx.status(unsafe { f(function, gx, gy, gz, bx, by, bz, r.sharedMemBytes, stream, each) });
-    }
-    let f = plain.ok_or(wire::UNSUPPORTED)?;
-    let none = std::ptr::null();
-    // SAFETY: as above.
-    cx.status(unsafe { f(function, gx, gy, gz, bx, by, bz, r.sharedMemBytes, stream, each, none) })
-}
-
-/// The native function or kernel of an id, and its parameters.
-fn callable(cx: &Cx<'_>, id: u64) -> Result<(Handle, Parameters), i32> {
-    let table = lock(&cx.cuda.table);
-    let as_kind =
-        |kind| Some((table.get(kind, id).ok()? as Handle, table.extra(kind, id).ok()?.parameters.clone()));
-    as_kind(kind::FUNCTION).or_else(|| as_kind(kind::KERNEL)).ok_or(cu::CUDA_ERROR_INVALID_HANDLE)
 }

@@ -2,11 +2,15 @@
 //! CUDA on the server: the real driver, the client's objects and allocations, and the runtime that generated handlers call.
 //!
 //! - [`generated`]: native functions and decoders, from the declarations.
-//! - [`hand`]: handlers written by hand.
+//! - [`hand`]: handlers written by hand; those of copies are in [`copy`] and [`cuboid`], of launches in [`launch`], of graphs' nodes in [`graph`].
 //! - [`memory`]: the client's allocations, by address.
 //! - [`snapshot`]: devices, as a client sees them.
 
+mod copy;
+mod cuboid;
+mod graph;
 pub mod hand;
+mod launch;
 pub mod memory;
 pub mod snapshot;
 

@@ -15,6 +15,8 @@ pub struct Node {
     pub work: Work,
     /// Numbers of nodes of the same graph.
     pub after: Vec<usize>,
+    /// It was destroyed: only its number is still there.
+    is_gone: bool,
 }
 
 #[derive(Default)]
@@ -38,7 +40,7 @@ pub fn create() -> Result<Handle> {
 
 pub fn destroy(handle: Handle) -> Result {
     let graph = GRAPHS.remove(handle)?;
-    for node in lock(&graph.nodes).iter() {
+    for node in lock(&graph.nodes).iter().filter(|node| !node.is_gone) {
         NODES.remove(node.handle)?;
     }
     Ok(())
@@ -49,7 +51,7 @@ impl Graph {
         let mut nodes = lock(&self.nodes);
         let number = nodes.len();
         let handle = NODES.insert(Arc::new((self.clone(), number)));
-        nodes.push(Node { handle, work, after });
+        nodes.push(Node { handle, work, after, is_gone: false });
         number
     }
 
@@ -80,7 +82,11 @@ impl Graph {
             }
         }
         // A cycle leaves some out.
-        if out.len() == nodes.len() { Ok(out) } else { Err(INVALID_VALUE) }
+        if out.len() < nodes.len() {
+            return Err(INVALID_VALUE);
+        }
+        out.retain(|node| !node.is_gone);
+        Ok(out)
     }
 }
 
@@ -107,11 +113,48 @@ pub fn add_dependencies(graph: Handle, from: &[Handle], to: &[Handle]) -> Result
     Ok(())
 }
 
+pub fn remove_dependencies(graph: Handle, from: &[Handle], to: &[Handle]) -> Result {
+    let graph = GRAPHS.get(graph)?;
+    let (from, to) = (graph.numbers(from)?, graph.numbers(to)?);
+    let mut nodes = lock(&graph.nodes);
+    for (from, to) in from.iter().zip(&to) {
+        let after = &mut nodes[*to].after;
+        after.remove(after.iter().position(|other| other == from).ok_or(INVALID_VALUE)?);
+    }
+    Ok(())
+}
+
+/// Takes a node and its edges out of its graph.
+pub fn destroy_node(handle: Handle) -> Result {
+    let place = NODES.remove(handle)?;
+    let mut nodes = lock(&place.0.nodes);
+    nodes.iter_mut().for_each(|node| node.after.retain(|&other| other != place.1));
+    let node = &mut nodes[place.1];
+    (node.is_gone, node.work, node.after) = (true, Work::Nothing, Vec::new());
+    Ok(())
+}
+
+/// A graph with the same nodes and edges.
+pub fn clone(handle: Handle) -> Result<Handle> {
+    let old = lock(&GRAPHS.get(handle)?.nodes).clone();
+    let new = create()?;
+    let graph = GRAPHS.get(new)?;
+    for node in old {
+        let number = graph.add(node.work, node.after);
+        lock(&graph.nodes)[number].is_gone = node.is_gone;
+    }
+    Ok(new)
+}
+
 /// Handles of all nodes, or of those without dependencies.
 pub fn nodes(graph: Handle, roots: bool) -> Result<Vec<Handle>> {
     let graph = GRAPHS.get(graph)?;
     let nodes = lock(&graph.nodes);
-    Ok(nodes.iter().filter(|node| !roots || node.after.is_empty()).map(|node| node.handle).collect())
+    Ok(nodes
+        .iter()
+        .filter(|node| !node.is_gone && (!roots || node.after.is_empty()))
+        .map(|node| node.handle)
+        .collect())
 }
 
 pub fn edges(graph: Handle) -> Result<Vec<(Handle, Handle)>> {

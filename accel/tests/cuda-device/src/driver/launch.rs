@@ -14,7 +14,7 @@ use crate::machine::grid;
 use crate::machine::program::Program;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// A kernel with everything that it needs.
 #[derive(Clone)]
@@ -154,8 +154,17 @@ fn code(fault: &Fault) -> Code {
     }
 }
 
+/// Kernels end at once where TOMBOLO_CUDA_DEVICE_COMPUTE is `off`: what is left of a program's time is that of its calls.
+fn computes_nothing() -> bool {
+    static OFF: OnceLock<bool> = OnceLock::new();
+    *OFF.get_or_init(|| std::env::var_os("TOMBOLO_CUDA_DEVICE_COMPUTE").is_some_and(|mode| mode == "off"))
+}
+
 impl Kernel {
     pub fn execute(&self) -> Result {
+        if computes_nothing() {
+            return Ok(());
+        }
         static GRIDS: AtomicU64 = AtomicU64::new(1);
         let print = |text: Vec<u8>| lock(&PRINTED).extend(text);
         let arena = device::arena()?;

@@ -124,26 +124,52 @@ impl Copy {
         }
     }
 
-    fn span(&self, pitch: usize, slice: usize) -> usize {
-        if self.width == 0 || self.height == 0 || self.depth == 0 {
-            return 0;
+    /// Bytes between the first and the last of one side.
+    fn span(&self, pitch: usize, slice: usize) -> Result<usize> {
+        if self.is_empty() {
+            return Ok(0);
         }
-        (self.depth - 1) * slice + (self.height - 1) * pitch + self.width
+        let slices = (self.depth - 1).checked_mul(slice);
+        let rows = (self.height - 1).checked_mul(pitch);
+        let sum =
+            slices.zip(rows).and_then(|(slices, rows)| slices.checked_add(rows)?.checked_add(self.width));
+        sum.ok_or(INVALID_VALUE)
     }
 
-    fn check(&self, way: Way) -> Result {
+    fn is_empty(&self) -> bool {
+        self.width == 0 || self.height == 0 || self.depth == 0
+    }
+
+    /// Device memory must be there; host memory is the program's word, unless its address is one of the device's.
+    pub fn check(&self, way: Way) -> Result {
         let (to, from) =
-            (self.span(self.to_pitch, self.to_slice), self.span(self.from_pitch, self.from_slice));
-        if matches!(way, Way::ToDevice | Way::OnDevice) {
+            (self.span(self.to_pitch, self.to_slice)?, self.span(self.from_pitch, self.from_slice)?);
+        let is_device = |address, bytes| device::arena().is_ok_and(|arena| arena.reaches(address, bytes));
+        if matches!(way, Way::ToDevice | Way::OnDevice) || is_device(self.to, to) {
             check(self.to, to)?;
         }
-        if matches!(way, Way::ToHost | Way::OnDevice) {
+        if matches!(way, Way::ToHost | Way::OnDevice) || is_device(self.from, from) {
             check(self.from, from)?;
         }
         if to > 0 && (self.to == 0 || self.from == 0) {
             return Err(INVALID_VALUE);
         }
         Ok(())
+    }
+}
+
+impl Fill {
+    pub fn check(&self) -> Result {
+        if ![1, 2, 4].contains(&self.element) || self.to % self.element as u64 != 0 {
+            return Err(INVALID_VALUE);
+        }
+        if self.width == 0 || self.height == 0 {
+            return Ok(());
+        }
+        let row = self.width.checked_mul(self.element);
+        let rows = (self.height - 1).checked_mul(self.pitch);
+        let sum = row.zip(rows).and_then(|(row, rows)| row.checked_add(rows));
+        check(self.to, sum.ok_or(INVALID_VALUE)?)
     }
 }
 
@@ -159,7 +185,7 @@ pub fn copy_async(mut copy: Copy, way: Way, handle: Handle) -> Result {
     let (context, stream) = resolve(handle)?;
     copy.check(way)?;
     let capturing = lock(&stream.capture).is_some();
-    if capturing || copy.width == 0 {
+    if capturing || copy.is_empty() {
         return stream.submit(&context, Work::Copy(copy));
     }
     if pageable(copy.to) {
@@ -186,12 +212,7 @@ pub fn copy_async(mut copy: Copy, way: Way, handle: Handle) -> Result {
 
 pub fn fill(fill: Fill, handle: Option<Handle>) -> Result {
     let (context, stream) = resolve(handle.unwrap_or(0))?;
-    if fill.width > 0 && fill.height > 0 {
-        check(fill.to, (fill.height - 1) * fill.pitch + fill.width * fill.element)?;
-    }
-    if fill.to % fill.element as u64 != 0 {
-        return Err(INVALID_VALUE);
-    }
+    fill.check()?;
     match handle {
         Some(_) => stream.submit(&context, Work::Fill(fill)),
         None => stream.run(&context, || Work::Fill(fill).execute()),

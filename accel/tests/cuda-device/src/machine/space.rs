@@ -142,6 +142,12 @@ impl Arena {
         (address as usize - start < bytes.max(1)).then_some((start as u64, bytes))
     }
 
+    /// Returns whether any of these bytes is an address of device memory, allocated or not.
+    pub fn reaches(&self, address: u64, bytes: usize) -> bool {
+        let (start, end) = (self.base as u64, (self.base + self.size) as u64);
+        bytes > 0 && address < end && address.saturating_add(bytes as u64) > start
+    }
+
     /// Lets kernels reach host memory. The caller keeps it mapped until `unregister`.
     pub fn register(&self, start: u64, len: u64) {
         self.registered

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Copies between the window and device memory.
+
+use super::{Cx, Handle};
+use tombolo_accel_spec::cuda::{self as wire, cu, kind};
+
+/// Bytes that a reply may carry.
+const IN_REPLY: u64 = 64 << 10;
+
+/// Bytes of the window, or of the record, are not pinned: the driver has read or written them when this returns, so the client may use them again. In a capture they would be
+/// read later.
+pub(super) fn finish(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
+    cx.blocks.set(true);
+    let f = cx.native().cuStreamSynchronize.ok_or(wire::UNSUPPORTED)?;
+    // SAFETY: a live stream, or the context's.
+    cx.status(unsafe { f(stream) })
+}
+
+pub(super) fn refuse_capture(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
+    let Some(f) = cx.native().cuStreamIsCapturing else { return Ok(()) };
+    let mut captured = 0;
+    // SAFETY: a live stream, or the context's; room for a number.
+    cx.status(unsafe { f(stream, &mut captured) })?;
+    if captured == 0 { Ok(()) } else { Err(cu::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) }
+}
+
+/// The range of the window that a copy names.
+pub(super) fn window(cx: &Cx<'_>, offset: u64, len: u64) -> Result<*mut u8, i32> {
+    cx.cuda.session().window.at(offset, len).map_err(|_| cu::CUDA_ERROR_INVALID_VALUE)
+}
+
+pub(super) fn memcpy_hto_d_async_v2(cx: &mut Cx<'_>, r: &wire::MemcpyHtoDAsyncV2<'_>) -> Result<(), i32> {
+    let f = cx.native().cuMemcpyHtoDAsync_v2.ok_or(wire::UNSUPPORTED)?;
+    let stream = cx.maybe(kind::STREAM, r.hStream)?;
+    cx.bytes(r.dstDevice, r.ByteCount)?;
+    refuse_capture(cx, stream)?;
+    let from = match r.bytes.len() as u64 {
+        0 => window(cx, r.data, r.ByteCount)?.cast_const(),
+        len if len == r.ByteCount => r.bytes.as_ptr(),
+        _ => return Err(cu::CUDA_ERROR_INVALID_VALUE),
+    };
+    // SAFETY: the client's memory, and so many bytes that live until finish() has returned.
+    cx.status(unsafe { f(r.dstDevice, from.cast(), r.ByteCount as usize, stream) })?;
+    finish(cx, stream)
+}
+
+pub(super) fn memcpy_dto_h_async_v2(cx: &mut Cx<'_>, r: &wire::MemcpyDtoHAsyncV2) -> Result<(), i32> {
+    let f = cx.native().cuMemcpyDtoHAsync_v2.ok_or(wire::UNSUPPORTED)?;
+    let stream = cx.maybe(kind::STREAM, r.hStream)?;
+    cx.bytes(r.srcDevice, r.ByteCount)?;
+    refuse_capture(cx, stream)?;
+    let len = r.ByteCount as usize;
+    if r.data != 0 {
+        let to = window(cx, r.data, r.ByteCount)?;
+        // SAFETY: the client's memory; room for so many bytes in its window.
+        cx.status(unsafe { f(to.cast_const().cast(), r.srcDevice, len, stream) })?;
+        finish(cx, stream)?;
+        cx.cuda.session().push_window(r.data, r.ByteCount);
+        return Ok(());
+    }
+    if r.ByteCount > IN_REPLY {
+        return Err(cu::CUDA_ERROR_INVALID_VALUE);
+    }
+    let mut bytes = vec![0u8; len];
+    // SAFETY: the client's memory; room for so many bytes until finish() has returned.
+    cx.status(unsafe { f(bytes.as_mut_ptr().cast_const().cast(), r.srcDevice, len, stream) })?;
+    finish(cx, stream)?;
+    cx.reply.extend_from_slice(&bytes);
+    Ok(())
+}
