@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! CUDA of a compose file: programs that NVIDIA's nvcc compiled, in a real guest, on the test device (accel/tests/cuda-device) as the host's
+//! CUDA of a compose file: programs that NVIDIA's nvcc compiled, and tinygrad, in a real guest, on the test device (accel/tests/cuda-device) as the host's
 //! driver. Under TCG, with the guest kit's 6.1 kernel.
 
 use std::path::{Path, PathBuf};
@@ -29,11 +29,19 @@ fn on_the_device(mut command: Command) -> Command {
     command
 }
 
+fn tests() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../accel/tests"))
+}
+
+/// A folder of packages from PyPI.
+fn packages(what: &str) -> PathBuf {
+    let folder = done(Command::new(tests().join("cuda-toolkit")).arg(what)).stdout;
+    PathBuf::from(String::from_utf8(folder).unwrap().trim())
+}
+
 /// A program of accel/tests/cuda, with NVIDIA's runtime in it.
 fn compiled(name: &str) -> PathBuf {
-    let tests = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../accel/tests"));
-    let toolkit = done(Command::new(tests.join("cuda-toolkit")).arg("nvcc")).stdout;
-    let toolkit = PathBuf::from(String::from_utf8(toolkit).unwrap().trim());
+    let (tests, toolkit) = (tests(), packages("nvcc"));
     let program = folder().join(name);
     let mut nvcc = Command::new(toolkit.join("bin/nvcc"));
     nvcc.args(["-std=c++17", "-cudart", "static", "-arch=compute_80", "-code=compute_80", "-L"]);
@@ -72,6 +80,59 @@ fn programs_of_nvcc_print_in_a_vm_what_they_print_on_the_hosts_device() {
     }
     lab.good(&["down"]);
     lab.assert_nothing_left();
+}
+
+/// tinygrad's training of digits, in words of `env`.
+fn training(tinygrad: &Path) -> Vec<String> {
+    let folder = tinygrad.display();
+    let places = format!("PYTHONPATH={folder} TOMBOLO_DIGITS={folder} HOME=/tmp");
+    // Compiled in this process, so that it is known what that loads; its cache on disk needs a database, which guests don't have.
+    let settings = "DEV=CUDA:PTX PARALLEL=0 CACHELEVEL=0";
+    places.split(' ').chain(settings.split(' ')).map(str::to_owned).collect()
+}
+
+/// Trains a net for so many steps on the host's device and in a VM, to so many percent of unseen digits: each loss and the share are the same to the last digit.
+fn tinygrad_trains(net: &str, steps: &str, least: &str) {
+    let (tinygrad, program) = (packages("tinygrad"), tests().join("cuda/tinygrad_digits.py"));
+    let words = [net, steps, least];
+    let list = folder().join(format!("{net}.list"));
+    let mut direct = on_the_device(Command::new("env"));
+    direct.args(training(&tinygrad)).arg("/usr/bin/python3").arg(tests().join("cuda/loaded.py"));
+    let expected = text({
+        direct.arg(&list).arg(&program).args(words);
+        direct
+    });
+    assert!(expected.ends_with("\nok\n"), "{expected}");
+
+    let library = stripped(&built().join("libtombolo_cuda.so"), "libcuda.so.1");
+    let mut items = vec!["/usr/bin/python3".to_owned(), format!("{library}:/usr/lib/libcuda.so.1")];
+    items.extend([program, tinygrad.join("digits.csv.gz")].map(|file| format!("{0}:{0}", file.display())));
+    for file in std::fs::read_to_string(&list).unwrap().lines() {
+        items.push(format!("{file}:{file}"));
+    }
+    let initrd = image(&format!("{net}.img"), "6.1", &items);
+    let lab = Lab::new(&format!("{ONE}initrd = \"{}\"\n", initrd.display()));
+    done(&mut on_the_device(lab.command(&["up"])));
+    let program = tests().join("cuda/tinygrad_digits.py").display().to_string();
+    let settings = training(&tinygrad);
+    let mut exec = vec!["exec", "a", "--", "env"];
+    exec.extend(settings.iter().map(String::as_str));
+    exec.extend(["/usr/bin/python3", &program]);
+    exec.extend(words);
+    assert_eq!(lab.good(&exec), expected);
+    lab.good(&["down"]);
+    lab.assert_nothing_left();
+}
+
+#[test]
+fn tinygrad_trains_a_layer_in_a_vm_as_on_the_hosts_device() {
+    tinygrad_trains("small", "10", "30");
+}
+
+/// Part of the suite cuda-up-long.
+#[test]
+fn whole_tinygrad_trains_a_convolutional_net_to_95_percent_in_a_vm() {
+    tinygrad_trains("lenet", "300", "95");
 }
 
 #[test]

@@ -38,7 +38,7 @@ pub trait Api: Send + Sync + 'static {
     /// Carries a request out. Outer error: it doesn't decode.
     fn call(&self, call: &mut Call<'_>, id: u32, body: &[u8]) -> Result<Result<(), i32>, Malformed>;
     /// The client has no more use for an object.
-    fn release(&self, kind: u32, id: u64);
+    fn release(&self, call: &mut Call<'_>, kind: u32, id: u64);
     /// Tells the client what ended since; called before each reply, so that no reply overtakes what led to it.
     fn settle(&self);
     /// Bytes of device memory and objects in use.
@@ -341,7 +341,7 @@ impl Session {
             Ping::ID => decode::<Ping>(body).map(|_| Ok(())),
             Snapshot::ID => decode::<Snapshot>(body).map(|_| api.snapshot(self, &mut call.reply)),
             Release::ID => decode::<Release>(body).map(|r| {
-                api.release(r.kind, r.id);
+                api.release(&mut call, r.kind, r.id);
                 Ok(())
             }),
             id => api.call(&mut call, id, body),

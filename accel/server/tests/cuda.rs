@@ -108,6 +108,8 @@ fn programs_of_nvcc_print_forwarded_what_they_print_on_the_device() {
         ("functions.cu", "ok\n"),
         ("graphs.cu", "ok\n"),
         ("copies.cu", "ok\n"),
+        ("streams.cu", "ok\n"),
+        ("pools.cu", "ok\n"),
     ] {
         let program = compiled(name);
         let expected = text(&mut directly(&program));

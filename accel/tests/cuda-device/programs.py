@@ -18,7 +18,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE.parent / "cuda"
 CACHE = pathlib.Path(os.environ.get("TOMBOLO_CACHE", HERE.parents[2] / ".cache")) / "cuda-device"
-PROGRAMS = ["gemm", "reduce", "streams", "memory", "functions", "groups"]
+PROGRAMS = ["gemm", "reduce", "streams", "memory", "functions", "groups", "graphs", "copies", "pools"]
 SHORT = ["reduce", "streams"]
 NVCC = ["nvidia-cuda-nvcc==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-nvvm==13.5.37", "nvidia-cuda-runtime==13.5.37", "nvidia-cuda-cccl==13.3.5.0.6"]
 # No nvcc is packaged for 12.9: its runtime is linked to what nvcc 13.5 compiles.

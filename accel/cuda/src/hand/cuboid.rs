@@ -312,7 +312,7 @@ impl Cuboid {
 ///
 /// # Safety
 /// `copy` is null or a CUDA_MEMCPY3D.
-pub unsafe fn node(copy: *const c_void) -> Result<(wire::Memcpy3d, bool), i32> {
+pub unsafe fn of_node(copy: *const c_void) -> Result<(wire::Memcpy3d, bool), i32> {
     // SAFETY: as the caller promises.
     let cuboid = Cuboid::of(&unsafe { read(copy) }?)?;
     let seen = |side: Side| match side.at {

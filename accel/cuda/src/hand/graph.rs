@@ -31,7 +31,7 @@ fn graph(handle: Handle) -> Result<Obj, i32> {
     rt::object(handle, kind::GRAPH)
 }
 
-fn node(handle: Handle) -> Result<Obj, i32> {
+pub fn node(handle: Handle) -> Result<Obj, i32> {
     rt::object(handle, kind::NODE)
 }
 
@@ -70,7 +70,7 @@ unsafe fn ids(list: *const c_void, count: usize) -> Result<Vec<u64>, i32> {
 ///
 /// # Safety
 /// As for [`ids`].
-unsafe fn add(
+pub unsafe fn add(
     to: &Out<Handle>,
     in_graph: Handle,
     (after, count): (*const c_void, usize),
@@ -418,7 +418,7 @@ exported! {
 
     fn cuGraphAddMemcpyNode(to: Out<Handle>, graph: Handle, after: *const c_void, count: usize, params: *const c_void, ctx: Handle) {
         // SAFETY: a copy, as the API says.
-        let ((copy, _), current) = (unsafe { cuboid::node(params) }?, context(ctx)?);
+        let ((copy, _), current) = (unsafe { cuboid::of_node(params) }?, context(ctx)?);
         let send = |new, into, after: Vec<u64>| {
             rt::call(&wire::GraphAddMemcpyNode { new, hGraph: into, after: after.into(), copy, current }).map(drop)
         };
@@ -428,13 +428,13 @@ exported! {
 
     fn cuGraphMemcpyNodeSetParams(handle: Handle, params: *const c_void) {
         // SAFETY: a copy, as the API says.
-        let (copy, _) = unsafe { cuboid::node(params) }?;
+        let (copy, _) = unsafe { cuboid::of_node(params) }?;
         rt::call(&wire::GraphMemcpyNodeSetParams { hNode: node(handle)?.id(), copy, current: rt::current() }).map(drop)
     }
 
     fn cuGraphExecMemcpyNodeSetParams(exec: Handle, handle: Handle, params: *const c_void, ctx: Handle) {
         // SAFETY: a copy, as the API says.
-        let (copy, _) = unsafe { cuboid::node(params) }?;
+        let (copy, _) = unsafe { cuboid::of_node(params) }?;
         let (exec, node, current) = (rt::object(exec, kind::EXEC)?, node(handle)?, context(ctx)?);
         let record =
             wire::GraphExecMemcpyNodeSetParams { hGraphExec: exec.id(), hNode: node.id(), copy, current };

@@ -19,7 +19,7 @@ fn two(reply: &[u8]) -> Result<(u64, u64), i32> {
     from.u64().and_then(|first| Ok((first, from.u64()?))).map_err(|_| wire::LOST)
 }
 
-fn own(start: u64, len: u64) {
+pub fn own(start: u64, len: u64) {
     let context = rt::top().map_or(0, |context| context.handle);
     ranges().insert(Range { start, len, context, window: None, flags: 0 });
 }

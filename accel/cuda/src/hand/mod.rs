@@ -9,6 +9,8 @@
 //! - [`copy`]: copies between the program's memory and the device's.
 //! - [`cuboid`]: copies of rectangles and cuboids.
 //! - [`graph`]: graphs, their nodes, and what can be launched of them.
+//! - [`host`]: functions of the program that streams and graphs call.
+//! - [`pool`]: pools, and memory in the order of a stream.
 //! - [`occupancy`]: the block size that fills a multiprocessor.
 //! - [`launch`]: launches, whose parameters' sizes are known since their function was found.
 
@@ -18,10 +20,12 @@ mod cuboid;
 mod device;
 mod find;
 mod graph;
+mod host;
 mod launch;
 mod memory;
 mod module;
 mod occupancy;
+mod pool;
 
 pub use context::*;
 pub use copy::*;
@@ -29,10 +33,12 @@ pub use cuboid::*;
 pub use device::*;
 pub use find::*;
 pub use graph::*;
+pub use host::*;
 pub use launch::*;
 pub use memory::*;
 pub use module::*;
 pub use occupancy::*;
+pub use pool::*;
 
 /// Exported functions whose bodies are results: `?` leads to their code.
 macro_rules! exported {

@@ -9,19 +9,28 @@ const IN_REPLY: u64 = 64 << 10;
 
 /// Bytes of the window, or of the record, are not pinned: the driver has read or written them when this returns, so the client may use them again. In a capture they would be
 /// read later.
-pub(super) fn finish(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
+pub(super) fn finish(cx: &mut Cx<'_>, stream: Handle) -> Result<(), i32> {
     cx.blocks.set(true);
+    // The stream may wait for the client's answer, which another thread must read then.
+    if cx.cuda.turns.used() {
+        cx.may_block()?;
+    }
     let f = cx.native().cuStreamSynchronize.ok_or(wire::UNSUPPORTED)?;
     // SAFETY: a live stream, or the context's.
     cx.status(unsafe { f(stream) })
 }
 
 pub(super) fn refuse_capture(cx: &Cx<'_>, stream: Handle) -> Result<(), i32> {
-    let Some(f) = cx.native().cuStreamIsCapturing else { return Ok(()) };
+    if is_captured(cx, stream)? { Err(cu::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+}
+
+/// Returns whether what is put into a stream becomes a graph's.
+pub(super) fn is_captured(cx: &Cx<'_>, stream: Handle) -> Result<bool, i32> {
+    let Some(f) = cx.native().cuStreamIsCapturing else { return Ok(false) };
     let mut captured = 0;
     // SAFETY: a live stream, or the context's; room for a number.
     cx.status(unsafe { f(stream, &mut captured) })?;
-    if captured == 0 { Ok(()) } else { Err(cu::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) }
+    Ok(captured != 0)
 }
 
 /// The range of the window that a copy names.

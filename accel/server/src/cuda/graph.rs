@@ -28,7 +28,7 @@ fn nodes(cx: &Cx<'_>, graph: u64, ids: &[u64]) -> Result<Vec<Handle>, i32> {
 }
 
 /// Adds a node. `make` gets room for its handle, the graph, and the nodes that it comes after.
-fn add(
+pub(super) fn add(
     cx: &mut Cx<'_>,
     (new, graph): (u64, u64),
     after: &[u64],

@@ -4,8 +4,10 @@
 pub(super) use super::copy::*;
 pub(super) use super::cuboid::*;
 pub(super) use super::graph::*;
+pub(super) use super::host::*;
 pub(super) use super::launch::*;
 use super::memory::Range;
+pub(super) use super::pool::*;
 use super::{CURRENT, Cx, Extra, Handle, lock};
 use std::ffi::c_void;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! CUDA on the server: the real driver, the client's objects and allocations, and the runtime that generated handlers call.
 //!
 //! - [`generated`]: native functions and decoders, from the declarations.
-//! - [`hand`]: handlers written by hand; those of copies are in [`copy`] and [`cuboid`], of launches in [`launch`], of graphs' nodes in [`graph`].
+//! - [`hand`]: handlers written by hand; those of copies are in [`copy`] and [`cuboid`], of launches in [`launch`], of graphs' nodes in [`graph`], of the program's own functions in [`host`], of pools in [`pool`].
 //! - [`memory`]: the client's allocations, by address.
 //! - [`snapshot`]: devices, as a client sees them.
 
@@ -10,8 +10,10 @@ mod copy;
 mod cuboid;
 mod graph;
 pub mod hand;
+mod host;
 mod launch;
 pub mod memory;
+mod pool;
 pub mod snapshot;
 
 use crate::account::Account;
@@ -22,6 +24,7 @@ use crate::quota::Quota;
 use crate::session::{Api, Call, Session};
 use crate::table::{Fault, Table};
 use generated::Native;
+use host::Turns;
 use memory::Ranges;
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_void};
@@ -54,6 +57,8 @@ pub struct Extra {
     owners: [u64; 2],
     /// Of a primary context: its device.
     primary: Option<i32>,
+    /// Of a pool: it is the driver's own, which nobody destroys.
+    is_borrowed: bool,
     /// Bytes that it was charged for.
     charged: u64,
     /// Of a function or a kernel.
@@ -78,6 +83,7 @@ pub struct Cuda {
     late: AtomicI32,
     /// Carries the output of kernels to the client.
     output: Output,
+    turns: Turns,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -131,6 +137,7 @@ impl Cuda {
             session: OnceLock::new(),
             late: AtomicI32::new(wire::SUCCESS),
             output: Output::default(),
+            turns: Turns::default(),
         })))
     }
 
@@ -214,6 +221,7 @@ impl Cuda {
             kind::EVENT => n.cuEventDestroy_v2,
             kind::GRAPH => n.cuGraphDestroy,
             kind::EXEC => n.cuGraphExecDestroy,
+            kind::POOL if !extra.is_borrowed => n.cuMemPoolDestroy,
             // A function, a kernel or a module of a library ends with what it is a part of.
             _ => None,
         };
@@ -235,11 +243,15 @@ impl Api for &'static Cuda {
 
     fn settle(&self) {}
 
-    fn release(&self, kind: u32, id: u64) {
+    fn release(&self, call: &mut Call<'_>, kind: u32, id: u64) {
         let taken = lock(&self.table).take(kind, id);
         let Ok((Some(native), extra)) = taken else { return };
         self.end(id);
         self.uncharge(extra.charged);
+        // A driver waits for what a context or a module still does, and that may wait for the client. Where no thread is left to read its answer, the object stays.
+        if self.turns.used() && !call.may_block() {
+            return;
+        }
         self.release_native(kind, native, &extra);
     }
 
@@ -253,6 +265,10 @@ impl Api for &'static Cuda {
         let (outcome, owed, blocks) = {
             let mut cx =
                 Cx { cuda: self, reply: &mut reply, call, current: 0, owed: 0, blocks: Cell::new(false) };
+            // Any call of a driver may wait for a stream that waits for the client; what is posted keeps its order, and says so itself.
+            if waited && self.turns.used() && cx.may_block().is_err() {
+                return Ok(Err(cu::CUDA_ERROR_OUT_OF_MEMORY));
+            }
             let outcome = generated::dispatch(&mut cx, id, body)?;
             (outcome, cx.owed, cx.blocks.get())
         };

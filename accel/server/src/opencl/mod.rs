@@ -213,6 +213,24 @@ impl OpenCl {
     }
 }
 
+impl OpenCl {
+    /// Gives back an object that the client has no more use for.
+    fn give_up(&'static self, kind: u32, id: u64) {
+        let taken = lock(&self.table).take(kind, id);
+        let Ok((Some(native), extra)) = taken else { return };
+        if extra.root {
+            return;
+        }
+        match kind {
+            kind::CONTEXT => self.queues.forget(self, native),
+            // No call can ask for its error any more.
+            kind::QUEUE => drop(self.late.check(id, true)),
+            _ => {}
+        }
+        self.release_native(kind, native);
+    }
+}
+
 impl Api for &'static OpenCl {
     fn success(&self) -> i32 {
         wire::SUCCESS
@@ -226,19 +244,8 @@ impl Api for &'static OpenCl {
         self.tell_what_ended();
     }
 
-    fn release(&self, kind: u32, id: u64) {
-        let taken = lock(&self.table).take(kind, id);
-        let Ok((Some(native), extra)) = taken else { return };
-        if extra.root {
-            return;
-        }
-        match kind {
-            kind::CONTEXT => self.queues.forget(self, native),
-            // No call can ask for its error any more.
-            kind::QUEUE => drop(self.late.check(id, true)),
-            _ => {}
-        }
-        self.release_native(kind, native);
+    fn release(&self, _call: &mut Call<'_>, kind: u32, id: u64) {
+        self.give_up(kind, id);
     }
 
     fn snapshot(&self, _session: &Arc<Session>, reply: &mut Vec<u8>) -> Result<(), i32> {

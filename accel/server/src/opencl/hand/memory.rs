@@ -3,7 +3,6 @@
 
 use super::Done;
 use crate::opencl::{Cx, Extra, Handle, OpenCl, clear, lock, properties};
-use crate::session::Api;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tombolo_accel_spec::image;
@@ -70,7 +69,7 @@ fn create_mem(
 /// Takes a new memory object back when it could not be made ready.
 pub(super) fn unless(cx: &Cx<'_>, new: u64, ready: Done) -> Done {
     if ready.is_err() {
-        cx.cl.release(kind::MEM, new);
+        cx.cl.give_up(kind::MEM, new);
     }
     ready
 }

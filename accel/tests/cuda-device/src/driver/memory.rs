@@ -52,8 +52,14 @@ pub fn free(address: u64, host: bool) -> Result {
     release(address)
 }
 
-pub fn release(address: u64) -> Result {
+fn release(address: u64) -> Result {
     lock(&ALLOCATIONS).remove(&address).ok_or(INVALID_VALUE)?;
+    give_back(address)
+}
+
+/// Ends the bytes of an allocation that is known no more.
+pub fn give_back(address: u64) -> Result {
+    lock(&ALLOCATIONS).remove(&address);
     device::arena()?.release(address).map(drop).ok_or(INVALID_VALUE)
 }
 
@@ -227,9 +233,12 @@ pub fn allocate_async(bytes: usize, handle: Handle) -> Result<u64> {
 
 pub fn free_async(address: u64, handle: Handle) -> Result {
     let (context, stream) = resolve(handle)?;
-    if find(address).is_none() {
-        return Err(INVALID_VALUE);
-    }
+    let captured = lock(&stream.capture).is_some();
+    let mut allocations = lock(&ALLOCATIONS);
+    // Freed once; its bytes are there until it is the stream's turn. A graph frees what each launch of it allocates.
+    let known = if captured { allocations.get(&address).copied() } else { allocations.remove(&address) };
+    drop(allocations);
+    known.filter(|(kind, _)| *kind != Kind::Host).ok_or(INVALID_VALUE)?;
     stream.submit(&context, Work::Free(address))
 }
 

@@ -66,7 +66,7 @@ impl Work {
                 (host.function)(host.data as *mut std::ffi::c_void);
                 Ok(())
             }
-            Work::Free(address) => memory::release(*address),
+            Work::Free(address) => memory::give_back(*address),
             Work::Graph(nodes) => nodes.iter().try_for_each(Work::execute),
         }
     }

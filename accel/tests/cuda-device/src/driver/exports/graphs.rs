@@ -55,6 +55,11 @@ fn copy_work(what: *const u64) -> Result<Work> {
     Ok(Work::Copy(copy))
 }
 
+/// CUDA_HOST_NODE_PARAMS
+fn host_work(what: *const Host) -> Result<Work> {
+    array(what, 1).first().copied().map(Work::Host).ok_or(INVALID_VALUE)
+}
+
 /// CUDA_MEMSET_NODE_PARAMS
 fn fill_work(what: *const u64) -> Result<Work> {
     let [at, pitch, value, width, height] = words(what)?;
@@ -84,8 +89,7 @@ api! {
         put(to, graph::add(handle, &array(after, count), fill_work(what)?)?)
     }
     10000 cuGraphAddHostNode: (to: *mut Handle, handle: Handle, after: *const Handle, count: usize, what: *const Host) {
-        let host = array(what, 1).first().copied().ok_or(INVALID_VALUE)?;
-        put(to, graph::add(handle, &array(after, count), Work::Host(host))?)
+        put(to, graph::add(handle, &array(after, count), host_work(what)?)?)
     }
     10000 cuGraphAddEmptyNode: (to: *mut Handle, handle: Handle, after: *const Handle, count: usize) { put(to, graph::add(handle, &array(after, count), Work::Nothing)?) }
     10000 cuGraphAddChildGraphNode: (to: *mut Handle, handle: Handle, after: *const Handle, count: usize, child: Handle) { put(to, graph::add_child(handle, &array(after, count), child)?) }
@@ -107,6 +111,8 @@ api! {
     10010 cuGraphExecKernelNodeSetParams: (executable: Handle, node: Handle, what: *const KernelNodeV1) {
         graph::set_executable_work(executable, node, kernel_work_v1(what)?)
     }
+    10000 cuGraphHostNodeSetParams: (node: Handle, what: *const Host) { graph::set_work(node, host_work(what)?) }
+    10020 cuGraphExecHostNodeSetParams: (executable: Handle, node: Handle, what: *const Host) { graph::set_executable_work(executable, node, host_work(what)?) }
     10000 cuGraphMemcpyNodeSetParams: (node: Handle, what: *const u64) { graph::set_work(node, copy_work(what)?) }
     10000 cuGraphMemsetNodeSetParams: (node: Handle, what: *const u64) { graph::set_work(node, fill_work(what)?) }
     10020 cuGraphExecMemsetNodeSetParams: (executable: Handle, node: Handle, what: *const u64, _context: Handle) {

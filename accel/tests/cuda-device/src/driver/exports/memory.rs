@@ -2,11 +2,21 @@
 //! Allocations, and what an address is.
 
 use super::super::memory::{self, Kind};
+use super::super::registry::Registry;
 use super::super::{Handle, INVALID_VALUE, NOT_FOUND, Result, array, context, device, offer, put};
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The only pool. Its handle is no other object's.
+/// The device's own pool. Its handle is no other object's.
 const POOL: Handle = 0x8000;
+/// Pools that programs have made.
+static POOLS: Registry<()> = Registry::new(INVALID_VALUE);
+/// The pool that a program has made the device's.
+static CHOSEN: AtomicUsize = AtomicUsize::new(POOL);
+
+fn pool_of(handle: Handle) -> Result {
+    if handle == POOL { Ok(()) } else { POOLS.get(handle).map(drop) }
+}
 
 /// One attribute of a pointer, in its own width.
 fn pointer_attribute(to: *mut c_void, number: i32, address: u64) -> Result {
@@ -20,7 +30,8 @@ fn pointer_attribute(to: *mut c_void, number: i32, address: u64) -> Result {
 
 api! {
     11020 cuDeviceGetDefaultMemPool: (to: *mut Handle, number: i32) { device::check(number)?; put(to, POOL) }
-    11020 cuDeviceGetMemPool: (to: *mut Handle, number: i32) { device::check(number)?; put(to, POOL) }
+    11020 cuDeviceGetMemPool: (to: *mut Handle, number: i32) { device::check(number)?; put(to, CHOSEN.load(Ordering::Relaxed)) }
+    11020 cuDeviceSetMemPool: (number: i32, pool: Handle) { device::check(number)?; pool_of(pool)?; CHOSEN.store(pool, Ordering::Relaxed); Ok(()) }
     3020 cuMemGetInfo_v2: (free: *mut usize, total: *mut usize) { context::current()?; put(free, device::MEMORY.saturating_sub(memory::used()))?; put(total, device::MEMORY) }
     3020 cuMemAlloc_v2: (to: *mut u64, bytes: usize) { put(to, memory::allocate(bytes, Kind::Device)?) }
     3020 cuMemAllocPitch_v2: (to: *mut u64, pitch: *mut usize, width: usize, height: usize, _element: u32) {
@@ -57,8 +68,15 @@ api! {
         Ok(())
     }
     11020 cuMemAllocAsync / cuMemAllocAsync_ptsz: (to: *mut u64, bytes: usize, stream: Handle) { put(to, memory::allocate_async(bytes, stream)?) }
-    11020 cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz: (to: *mut u64, bytes: usize, _pool: Handle, stream: Handle) { put(to, memory::allocate_async(bytes, stream)?) }
+    11020 cuMemAllocFromPoolAsync / cuMemAllocFromPoolAsync_ptsz: (to: *mut u64, bytes: usize, pool: Handle, stream: Handle) { pool_of(pool)?; put(to, memory::allocate_async(bytes, stream)?) }
     11020 cuMemFreeAsync / cuMemFreeAsync_ptsz: (address: u64, stream: Handle) { memory::free_async(address, stream) }
+    // Pools have names only: their memory is all of the device's.
+    11020 cuMemPoolCreate: (to: *mut Handle, _properties: *const c_void) { put(to, POOLS.insert(std::sync::Arc::default())) }
+    11020 cuMemPoolDestroy: (pool: Handle) {
+        POOLS.remove(pool)?;
+        let _chosen = CHOSEN.compare_exchange(pool, POOL, Ordering::Relaxed, Ordering::Relaxed);
+        Ok(())
+    }
     11020 cuMemPoolTrimTo: (_pool: Handle, _keep: usize) { Ok(()) }
     11020 cuMemPoolSetAttribute: (_pool: Handle, _attribute: u32, _value: *const c_void) { Ok(()) }
     11020 cuMemPoolGetAttribute: (_pool: Handle, attribute: u32, to: *mut c_void) { if attribute <= 3 { put(to.cast::<i32>(), 1) } else { put(to.cast::<u64>(), 0) } }

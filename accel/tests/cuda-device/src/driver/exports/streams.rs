@@ -4,8 +4,7 @@
 use super::super::launch::Shape;
 use super::super::work::{Host, Work};
 use super::super::{
-    Handle, INVALID_VALUE, NOT_SUPPORTED, Result, array, event, graph, launch, lock, offer, put,
-    stream,
+    Handle, INVALID_VALUE, NOT_SUPPORTED, Result, array, event, graph, launch, lock, offer, put, stream,
 };
 use std::ffi::c_void;
 
