@@ -42,6 +42,8 @@ enum Command {
     Net(NetArgs),
     /// OpenCL programs on the device itself and forwarded, in turns
     Accel(tombolo_bench_accel::Options),
+    /// A program of CUDA's driver API, and a training, on the device itself and forwarded, in turns
+    Cuda(tombolo_bench_accel::cuda::Options),
     /// The start of VMs with and without passed-through devices
     Start {
         #[command(subcommand)]
@@ -210,6 +212,10 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
         Command::Net(args) => interruptible(|| print(&net(args)?, json)),
         Command::Accel(options) => {
             tombolo_bench_accel::run(&options, json)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Cuda(options) => {
+            tombolo_bench_accel::cuda::run(&options, json)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Start { command } => tombolo_bench_start::cli::run(command, json),

@@ -11,6 +11,7 @@
 //! - [`mod@include`]: files that a kernel's source includes, which go along.
 //! - [`objects`]: handles: addresses in an arena that always can be read, so that any value a program passes can be checked.
 //! - [`staging`]: allocates ranges of the window.
+//! - [`trace`]: what a process's calls cost, for `tombolo accel trace`.
 //! - `waiter`: a thread that waits for a reply.
 
 #![deny(missing_docs)]
@@ -21,4 +22,5 @@ mod here;
 pub mod include;
 pub mod objects;
 pub mod staging;
+pub mod trace;
 mod waiter;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use tombolo_accel_client::connect::{VARIABLE, address, connect};
 use tombolo_accel_client::connection::{Connection, Lost};
+use tombolo_accel_client::trace;
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::cuda::{self as wire, cu};
 use tombolo_accel_spec::wire::{Decoder, Malformed};
@@ -91,6 +92,7 @@ fn greet(address: &str) -> Result<System, String> {
     let link = connect(address, wire::API, wire::IDENTITY).map_err(|e| e.to_string())?;
     let connection = Connection::new(link).map_err(|e| e.to_string())?;
     connection.print_by_stdio();
+    trace::at_end(write_trace);
     let snapshot = connection.call(&Snapshot {}, |status, body| (status, body.to_vec()));
     let (status, body) = snapshot.map_err(|Lost| "the server went away during the handshake".to_string())?;
     if status != wire::SUCCESS {
@@ -100,6 +102,12 @@ fn greet(address: &str) -> Result<System, String> {
         decode(&body).map_err(|Malformed| "the server's snapshot can't be decoded".to_string())?;
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     Ok(System { connection, version, devices: chosen(devices, visible.as_deref()) })
+}
+
+extern "C" fn write_trace() {
+    if let Ok(system) = system() {
+        trace::write(&system.connection, wire::FUNCTIONS);
+    }
 }
 
 fn decode(body: &[u8]) -> Result<(i32, Vec<Device>), Malformed> {

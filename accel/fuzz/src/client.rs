@@ -113,7 +113,7 @@ impl Client {
         Client { session, api, memory }
     }
 
-    /// The first requests of every client. One of CUDA has a context, whose number is 1, memory, a module, a function, a stream and an event.
+    /// The first requests of every client. One of CUDA has a context, whose number is 1, memory, a module, a function, a stream, an event, a graph with a node, what can be launched of it, and a pool.
     pub fn begin(&mut self) {
         self.request(Snapshot::ID, true, &[]);
         if let Driver::OpenCl(_) = self.api {
@@ -127,6 +127,10 @@ impl Client {
         self.record(&wire::ModuleGetFunction { hmod: 2, name: b"f", new: 3, current });
         self.record(&wire::StreamCreate { phStream: 4, Flags: 0, current });
         self.record(&wire::EventCreate { phEvent: 5, Flags: 0, current });
+        self.record(&wire::GraphCreate { phGraph: 6, flags: 0 });
+        self.record(&wire::GraphAddEmptyNode { new: 7, hGraph: 6, after: [][..].into(), current });
+        self.record(&wire::GraphInstantiateWithFlags { phGraphExec: 8, hGraph: 6, flags: 0, current });
+        self.record(&wire::DeviceGetDefaultMemPool { dev: 0, new: 9 });
     }
 
     fn record<'a, R: Record<'a>>(&mut self, record: &R) {

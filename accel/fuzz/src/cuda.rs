@@ -5,6 +5,7 @@
 use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
 use tombolo_accel_spec::code;
+use tombolo_accel_spec::cuda::{Memcpy3d, MemsetNodeParams};
 
 type Handle = *mut c_void;
 
@@ -182,6 +183,93 @@ extern "C" fn copy(to: usize, from: usize, len: usize) -> i32 {
     0
 }
 
+unsafe extern "C" fn node_made(to: *mut Handle, _graph: Handle, after: *const Handle, count: usize) -> i32 {
+    // SAFETY: so many nodes, and room for a handle.
+    unsafe {
+        (0..count).for_each(|i| assert!(!after.add(i).read().is_null(), "a node is a handle"));
+        made(to)
+    }
+}
+
+unsafe extern "C" fn kernel_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, params: *const usize) -> i32 {
+    // SAFETY: CUDA_KERNEL_NODE_PARAMS: the sixth word leads to three pointers to eight bytes each.
+    unsafe {
+        std::slice::from_raw_parts(params.add(5).read() as *const usize, 3).iter().for_each(|from| look(*from, 8));
+        node_made(to, graph, after, count)
+    }
+}
+
+/// A copy as CUDA_MEMCPY3D describes it: touches every row.
+unsafe extern "C" fn cuboid(copy: *const Memcpy3d) -> i32 {
+    // SAFETY: a description, as the API says.
+    let c = unsafe { &*copy };
+    assert!(c.srcArray == 0 && c.dstArray == 0 && c.srcZ == 0 && c.dstY == 0, "only what was checked");
+    let side = |memory, host, device: u64| if memory == 2 { device as usize } else { host };
+    let (from, to) = (side(c.srcMemoryType, c.srcHost, c.srcDevice), side(c.dstMemoryType, c.dstHost, c.dstDevice));
+    for slice in 0..c.Depth {
+        for row in 0..c.Height {
+            touch(to + (slice * c.dstHeight + row) * c.dstPitch, c.WidthInBytes);
+            look(from + (slice * c.srcHeight + row) * c.srcPitch, c.WidthInBytes);
+        }
+    }
+    0
+}
+
+unsafe extern "C" fn copy_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, copy: *const Memcpy3d) -> i32 {
+    // SAFETY: as above.
+    unsafe {
+        cuboid(copy);
+        node_made(to, graph, after, count)
+    }
+}
+
+unsafe extern "C" fn fill_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, fill: *const MemsetNodeParams) -> i32 {
+    // SAFETY: a description, as the API says.
+    unsafe {
+        let MemsetNodeParams { dst, pitch, elementSize, width, height, .. } = *fill;
+        (0..height).for_each(|row| touch(dst as usize + row * pitch, width * elementSize as usize));
+        node_made(to, graph, after, count)
+    }
+}
+
+/// A graph of one node.
+unsafe extern "C" fn nodes(_graph: Handle, to: *mut Handle, count: *mut usize) -> i32 {
+    // SAFETY: room for a size, and where it says so for a handle.
+    unsafe {
+        if !to.is_null() {
+            made(to);
+        }
+        count.write(1);
+    }
+    0
+}
+
+/// The data of functions that are never called.
+static KEPT: std::sync::Mutex<Vec<usize>> = std::sync::Mutex::new(Vec::new());
+
+extern "C" fn host(_stream: Handle, _function: usize, data: usize) -> i32 {
+    KEPT.lock().expect("a panic ends the process").push(data);
+    0
+}
+
+unsafe extern "C" fn host_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, params: *const usize) -> i32 {
+    // SAFETY: CUDA_HOST_NODE_PARAMS: a function and its data.
+    unsafe {
+        host(graph, params.read(), params.add(1).read());
+        node_made(to, graph, after, count)
+    }
+}
+
+unsafe extern "C" fn host_params(_node: Handle, params: *const usize) -> i32 {
+    // SAFETY: as above.
+    unsafe { host(_node, params.read(), params.add(1).read()) }
+}
+
+unsafe extern "C" fn host_params_in(_exec: Handle, node: Handle, params: *const usize) -> i32 {
+    // SAFETY: as above.
+    unsafe { host_params(node, params) }
+}
+
 /// The function of a name.
 pub fn find(name: &CStr) -> *mut c_void {
     let name = name.to_str().unwrap_or_default();
@@ -209,6 +297,18 @@ pub fn find(name: &CStr) -> *mut c_void {
         "cuMemsetD2D16" => rows16 as *mut c_void,
         "cuMemsetD2D32" => rows32 as *mut c_void,
         "cuMemcpyHtoD" | "cuMemcpyDtoH" | "cuMemcpyDtoD" => copy as *mut c_void,
+        "cuMemcpy3D" => cuboid as *mut c_void,
+        "cuGraphAddEmptyNode" | "cuGraphAddChildGraphNode" => node_made as *mut c_void,
+        "cuGraphAddKernelNode" => kernel_node as *mut c_void,
+        "cuGraphAddMemcpyNode" => copy_node as *mut c_void,
+        "cuGraphAddMemsetNode" => fill_node as *mut c_void,
+        "cuGraphAddHostNode" => host_node as *mut c_void,
+        "cuGraphHostNodeSetParams" => host_params as *mut c_void,
+        "cuGraphExecHostNodeSetParams" => host_params_in as *mut c_void,
+        "cuLaunchHostFunc" | "cuStreamAddCallback" => host as *mut c_void,
+        "cuGraphGetNodes" | "cuGraphGetRootNodes" => nodes as *mut c_void,
+        "cuGraphClone" | "cuDeviceGetDefaultMemPool" | "cuMemPoolCreate" => made as *mut c_void,
+        "cuMemAllocFromPool" => allocate as *mut c_void,
         _ => done as *mut c_void,
     }
 }

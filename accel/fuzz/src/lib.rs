@@ -58,7 +58,7 @@ struct Api {
 const OPENCL: Api =
     Api { functions: opencl::FUNCTIONS, recode: opencl::recode, make: opencl::make, small: 256 };
 const CUDA: Api =
-    Api { functions: cuda_wire::FUNCTIONS, recode: cuda_wire::recode, make: cuda_wire::make, small: 7 };
+    Api { functions: cuda_wire::FUNCTIONS, recode: cuda_wire::recode, make: cuda_wire::make, small: 11 };
 
 fn records(api: &Api, body: &[u8]) {
     let Some((which, body)) = body.split_first() else { return };

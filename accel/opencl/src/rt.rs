@@ -4,14 +4,12 @@
 use crate::state::{Body, Device, Event};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex};
 use tombolo_accel_client::connect::{VARIABLE, address, connect};
-use tombolo_accel_client::connection::{Awaited, Connection, Count, Lost};
+use tombolo_accel_client::connection::{Awaited, Connection, Lost};
 use tombolo_accel_client::objects::{self, Arena};
+use tombolo_accel_client::trace;
 use tombolo_accel_spec::common::Snapshot;
 use tombolo_accel_spec::opencl::{self as wire, cl, kind};
 use tombolo_accel_spec::wire::{Decoder, Encoder, Malformed, Record};
@@ -98,10 +96,7 @@ fn establish() -> Result<Roots, String> {
         .map_err(|Malformed| "the server's snapshot can't be decoded".to_string())?;
     CURRENT.store(Box::into_raw(Box::new(connection)), Ordering::Release);
     crate::deferred::forget();
-    if std::env::var_os("TOMBOLO_ACCEL_TRACE").is_some() {
-        // SAFETY: registers a function of this library, which is never unloaded while handles exist.
-        unsafe { libc::atexit(write_trace) };
-    }
+    trace::at_end(write_trace);
     Ok(roots)
 }
 
@@ -142,38 +137,9 @@ fn take_snapshot(connection: &Arc<Connection>, body: &[u8]) -> Result<Roots, Mal
     Ok(Roots { platforms, cache, tried: true })
 }
 
-/// Adds this process's counts to the file that TOMBOLO_ACCEL_TRACE names, a line of JSON; see `tombolo accel trace`.
 extern "C" fn write_trace() {
-    let (Ok(connection), Some(path)) = (connection(), std::env::var_os("TOMBOLO_ACCEL_TRACE")) else {
-        return;
-    };
-    let mut rows: Vec<_> = wire::FUNCTIONS
-        .iter()
-        .copied()
-        .chain([(1, "ping"), (2, "snapshot"), (3, "release")])
-        .map(|(id, name)| (name, connection.count(id)))
-        .filter(|(_, c)| c.calls.load(Ordering::Relaxed) > 0)
-        .collect();
-    rows.sort_by_key(|(_, c)| std::cmp::Reverse(c.waited_ns.load(Ordering::Relaxed)));
-    let row = |(name, c): &(&str, &Count)| {
-        let [calls, waits, bytes, ns] =
-            [&c.calls, &c.waits, &c.bytes, &c.waited_ns].map(|n| n.load(Ordering::Relaxed));
-        format!(r#"{{"name":"{name}","calls":{calls},"waits":{waits},"bytes":{bytes},"waited_ns":{ns}}}"#)
-    };
-    let rows: Vec<String> = rows.iter().map(row).collect();
-    let program = std::env::args_os().next().unwrap_or_default();
-    let program = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
-    let program: String = program.chars().filter(|c| !c.is_control() && !"\"\\".contains(*c)).collect();
-    let line = format!(
-        "{{\"pid\":{},\"program\":\"{program}\",\"functions\":[{}]}}\n",
-        std::process::id(),
-        rows.join(",")
-    );
-    // The file goes with the 'trace' that made it; what another user puts in its place afterwards is not written to.
-    let file =
-        std::fs::File::options().append(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&path);
-    if let Err(e) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
-        say!("tombolo: TOMBOLO_ACCEL_TRACE={}: {e}", Path::new(&path).display());
+    if let Ok(connection) = connection() {
+        trace::write(connection, wire::FUNCTIONS);
     }
 }
 

@@ -69,7 +69,7 @@ pub fn run(program: &[String], server: Option<&str>, json: bool) -> anyhow::Resu
         .context("the client library's counts can't be read; is it of the same release?")?;
     if processes.is_empty() {
         eprintln!(
-            "tombolo: {name} sent nothing to an accelerator server; is libtombolo-opencl.so among the drivers (/etc/OpenCL/vendors)?"
+            "tombolo: {name} sent nothing to an accelerator server; is libtombolo-opencl.so among the drivers (/etc/OpenCL/vendors), or libcuda.so.1 where programs find it?"
         );
     }
     if json {

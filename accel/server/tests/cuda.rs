@@ -2,12 +2,15 @@
 //! CUDA programs on the test device itself and forwarded, of which all that they print is compared.
 
 mod rig;
+#[path = "rig/cuda.rs"]
+mod rig_cuda;
 
-use rig::{Server, compile_for, folder, library, run};
+use rig::{Server, compile_for, folder, run};
+use rig_cuda::{client, device, serve};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use tombolo_accel_server::control::{self, Listing, Request};
 
@@ -19,31 +22,6 @@ fn toolkit() -> &'static Path {
         let output = run(Command::new(script).arg("nvcc"));
         PathBuf::from(String::from_utf8(output.stdout).expect("a path").trim())
     })
-}
-
-/// A folder with a library of the build under the name that programs load. A copy: a confined worker sees the folder, and not where a link leads.
-fn driver(which: &str, built: &str) -> PathBuf {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    let beside = std::fs::read_to_string(library().join("tombolo.icd")).expect("written by the rig");
-    let folder = folder().join(which);
-    std::fs::create_dir_all(&folder).expect("a folder");
-    let fresh = folder.join(format!("fresh-{}", std::process::id()));
-    std::fs::copy(Path::new(&beside).with_file_name(built), &fresh).expect("copied");
-    std::fs::rename(&fresh, folder.join("libcuda.so.1")).expect("renamed");
-    folder
-}
-
-/// The test device.
-fn device() -> &'static Path {
-    static DEVICE: OnceLock<PathBuf> = OnceLock::new();
-    DEVICE.get_or_init(|| driver("cuda-device", "libtombolo_cuda_device.so"))
-}
-
-/// The library that forwards.
-fn client() -> &'static Path {
-    static CLIENT: OnceLock<PathBuf> = OnceLock::new();
-    CLIENT.get_or_init(|| driver("cuda-client", "libtombolo_cuda.so"))
 }
 
 fn paths(first: &Path) -> String {
@@ -73,12 +51,6 @@ fn compiled(name: &str) -> PathBuf {
         command
     });
     program
-}
-
-fn serve(name: &str, options: &[&str]) -> Server {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo-accel"));
-    command.env("LD_LIBRARY_PATH", device());
-    Server::run(command, name, options)
 }
 
 fn directly(program: &Path) -> Command {

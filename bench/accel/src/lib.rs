@@ -3,11 +3,13 @@
 //! VM, in one run, in turns.
 //!
 //! - [`program`]: the server, and the program that measures (`opencl.c`) natively and forwarded.
+//! - [`cuda`]: `tombolo bench cuda`, the same of a program of CUDA's.
 //! - [`clpeak`]: what clpeak measures, natively and forwarded.
 //! - [`neighbours`]: what a hostile client costs another one, beside what an ordinary one costs it.
 //! - [`null`]: the transport alone: a call that waits and does nothing, and a posted one.
 
 pub mod clpeak;
+pub mod cuda;
 pub mod neighbours;
 pub mod null;
 pub mod program;
@@ -383,6 +385,11 @@ fn median(values: &mut [f64]) -> f64 {
 
 /// Medians: a row per case, a column per system, and how our time (or the inverse of our rate) stands to the native one.
 fn table(samples: &[Sample]) -> String {
+    side_by_side(samples, &[OURS, NATIVE, TCP, VM, "memcpy"], NATIVE)
+}
+
+/// The same with these systems, of which `peer` is the one that ours is compared with.
+fn side_by_side(samples: &[Sample], systems: &[&str], peer: &str) -> String {
     let mut cells: BTreeMap<(&str, &str), Vec<f64>> = BTreeMap::new();
     let mut rows: Vec<&Sample> = Vec::new();
     for s in samples {
@@ -391,19 +398,18 @@ fn table(samples: &[Sample]) -> String {
         }
         cells.entry((&s.case, &s.system)).or_default().push(s.value);
     }
-    let systems = [OURS, NATIVE, TCP, VM, "memcpy"];
     let width = rows.iter().map(|r| r.case.len()).max().unwrap_or(0);
     let mut out = format!("{:<width$} {:<12}", "case", "unit");
     systems.iter().for_each(|system| out += &format!(" {system:>12}"));
-    out += &format!(" {:>14}\n", "tombolo/native");
+    out += &format!(" {:>14}\n", format!("tombolo/{peer}"));
     for row in rows {
         let mut of = |system| cells.get_mut(&(row.case.as_str(), system)).map(|v| median(v));
-        let ratio = of(OURS).zip(of(NATIVE)).map_or("-".to_owned(), |(o, n)| match row.better {
+        let ratio = of(OURS).zip(of(peer)).map_or("-".to_owned(), |(o, n)| match row.better {
             Better::Lower => format!("{:.2}", o / n),
             Better::Higher => format!("{:.2}", n / o),
         });
         out += &format!("{:<width$} {:<12}", row.case, row.unit);
-        for system in systems {
+        for system in systems.iter().copied() {
             out += &format!(" {:>12}", of(system).map_or("-".to_owned(), |v| format!("{v:.1}")));
         }
         out += &format!(" {ratio:>14}\n");

@@ -102,22 +102,13 @@ impl Place {
     /// Starts a server. Each of its workers compiles for itself, also those of older servers, which would share a folder that is named; so a program
     /// compiles before it measures, however it runs.
     pub fn serve(&self) -> Result<Server> {
-        let child = Command::new(tombolo_bench_project::tombolo())
+        let mut command = Command::new(tombolo_bench_project::tombolo());
+        command
             .args(["accel", "serve", "--listen", &self.address(), "--listen", &self.tcp, "--control"])
             .arg(self.path("control"))
             .env_remove("POCL_CACHE_DIR")
-            .env_remove("OCL_ICD_VENDORS")
-            .spawn()
-            .context("the server can't be started")?;
-        let mut server = Server { child };
-        let begun = Instant::now();
-        // A socket has its name before it listens.
-        while UnixStream::connect(self.path("socket")).is_err() {
-            ensure!(server.child.try_wait()?.is_none(), "the server ended");
-            ensure!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
-            std::thread::yield_now();
-        }
-        Ok(server)
+            .env_remove("OCL_ICD_VENDORS");
+        Server::start(command, &self.path("socket"))
     }
 }
 
@@ -127,6 +118,19 @@ pub struct Server {
 }
 
 impl Server {
+    /// Runs a server's command until the server listens at a socket.
+    pub fn start(mut command: Command, socket: &Path) -> Result<Server> {
+        let mut server = Server { child: command.spawn().context("the server can't be started")? };
+        let begun = Instant::now();
+        // A socket has its name before it listens.
+        while UnixStream::connect(socket).is_err() {
+            ensure!(server.child.try_wait()?.is_none(), "the server ended");
+            ensure!(begun.elapsed() < Duration::from_secs(30), "the server doesn't listen");
+            std::thread::yield_now();
+        }
+        Ok(server)
+    }
+
     /// Processor seconds of the server and its workers so far.
     pub fn cpu(&self) -> Result<f64> {
         let mut sum = cpu_seconds(self.child.id())?;
@@ -206,7 +210,8 @@ pub struct Program {
 }
 
 impl Program {
-    fn of(mut command: Command) -> Result<Program> {
+    /// Runs a program that answers questions.
+    pub fn of(mut command: Command) -> Result<Program> {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
             bail!("the program has no pipes");

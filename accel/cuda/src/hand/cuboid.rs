@@ -95,7 +95,7 @@ impl Described {
 
 impl Side {
     /// The same side from a row of a slice on.
-    fn from_row(self, slice: usize, row: usize) -> Side {
+    fn at_row(self, slice: usize, row: usize) -> Side {
         let more = (slice * self.rows + row) * self.pitch;
         let at = match self.at {
             At::Device(address) => At::Device(address.wrapping_add(more as u64)),
@@ -181,8 +181,8 @@ impl Cuboid {
         let most = (PIECE / self.width.max(1)).max(1);
         let rows = move |slice: usize| {
             (0..self.height).step_by(most).map(move |row| Cuboid {
-                from: self.from.from_row(slice, row),
-                to: self.to.from_row(slice, row),
+                from: self.from.at_row(slice, row),
+                to: self.to.at_row(slice, row),
                 height: most.min(self.height - row),
                 depth: 1,
                 ..self
@@ -294,7 +294,7 @@ impl Cuboid {
         let window = &rt::connection()?.window;
         for slice in 0..self.depth {
             for row in 0..self.height {
-                let address = |side: Side| match side.from_row(slice, row).at {
+                let address = |side: Side| match side.at_row(slice, row).at {
                     At::Window(offset) => window.at(offset, self.width as u64).map_err(|_| wire::LOST),
                     At::Ordinary(address) => Ok(address as *mut u8),
                     At::Device(_) => Err(cu::CUDA_ERROR_INVALID_VALUE),
