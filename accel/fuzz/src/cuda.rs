@@ -191,10 +191,18 @@ unsafe extern "C" fn node_made(to: *mut Handle, _graph: Handle, after: *const Ha
     }
 }
 
-unsafe extern "C" fn kernel_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, params: *const usize) -> i32 {
+unsafe extern "C" fn kernel_node(
+    to: *mut Handle,
+    graph: Handle,
+    after: *const Handle,
+    count: usize,
+    params: *const usize,
+) -> i32 {
     // SAFETY: CUDA_KERNEL_NODE_PARAMS: the sixth word leads to three pointers to eight bytes each.
     unsafe {
-        std::slice::from_raw_parts(params.add(5).read() as *const usize, 3).iter().for_each(|from| look(*from, 8));
+        std::slice::from_raw_parts(params.add(5).read() as *const usize, 3)
+            .iter()
+            .for_each(|from| look(*from, 8));
         node_made(to, graph, after, count)
     }
 }
@@ -205,7 +213,8 @@ unsafe extern "C" fn cuboid(copy: *const Memcpy3d) -> i32 {
     let c = unsafe { &*copy };
     assert!(c.srcArray == 0 && c.dstArray == 0 && c.srcZ == 0 && c.dstY == 0, "only what was checked");
     let side = |memory, host, device: u64| if memory == 2 { device as usize } else { host };
-    let (from, to) = (side(c.srcMemoryType, c.srcHost, c.srcDevice), side(c.dstMemoryType, c.dstHost, c.dstDevice));
+    let (from, to) =
+        (side(c.srcMemoryType, c.srcHost, c.srcDevice), side(c.dstMemoryType, c.dstHost, c.dstDevice));
     for slice in 0..c.Depth {
         for row in 0..c.Height {
             touch(to + (slice * c.dstHeight + row) * c.dstPitch, c.WidthInBytes);
@@ -215,7 +224,13 @@ unsafe extern "C" fn cuboid(copy: *const Memcpy3d) -> i32 {
     0
 }
 
-unsafe extern "C" fn copy_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, copy: *const Memcpy3d) -> i32 {
+unsafe extern "C" fn copy_node(
+    to: *mut Handle,
+    graph: Handle,
+    after: *const Handle,
+    count: usize,
+    copy: *const Memcpy3d,
+) -> i32 {
     // SAFETY: as above.
     unsafe {
         cuboid(copy);
@@ -223,7 +238,13 @@ unsafe extern "C" fn copy_node(to: *mut Handle, graph: Handle, after: *const Han
     }
 }
 
-unsafe extern "C" fn fill_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, fill: *const MemsetNodeParams) -> i32 {
+unsafe extern "C" fn fill_node(
+    to: *mut Handle,
+    graph: Handle,
+    after: *const Handle,
+    count: usize,
+    fill: *const MemsetNodeParams,
+) -> i32 {
     // SAFETY: a description, as the API says.
     unsafe {
         let MemsetNodeParams { dst, pitch, elementSize, width, height, .. } = *fill;
@@ -252,7 +273,13 @@ extern "C" fn host(_stream: Handle, _function: usize, data: usize) -> i32 {
     0
 }
 
-unsafe extern "C" fn host_node(to: *mut Handle, graph: Handle, after: *const Handle, count: usize, params: *const usize) -> i32 {
+unsafe extern "C" fn host_node(
+    to: *mut Handle,
+    graph: Handle,
+    after: *const Handle,
+    count: usize,
+    params: *const usize,
+) -> i32 {
     // SAFETY: CUDA_HOST_NODE_PARAMS: a function and its data.
     unsafe {
         host(graph, params.read(), params.add(1).read());

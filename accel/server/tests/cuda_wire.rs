@@ -131,8 +131,11 @@ impl Client {
     }
 
     fn fill(&mut self, value: u32) {
-        let (dstDevice, N) = (self.memory, MEMORY / 4);
-        assert_eq!(self.ask(&wire::MemsetD32V2 { dstDevice, ui: value, N, current: 1 }).0, wire::SUCCESS);
+        let (to, count) = (self.memory, MEMORY / 4);
+        assert_eq!(
+            self.ask(&wire::MemsetD32V2 { dstDevice: to, ui: value, N: count, current: 1 }).0,
+            wire::SUCCESS
+        );
     }
 
     /// All of its memory.
@@ -166,7 +169,7 @@ fn number(numbers: &mut Numbers, memory: u64) -> u64 {
         22 => memory + MEMORY - small,
         23 => 1 << (small % 64),
         24 => (WINDOW << 20) + small - 128,
-        25 => small * 64 << 10,
+        25 => small << 16,
         26 => u64::MAX - small,
         27 => (1 << 32) - small,
         28 => some << 8,
@@ -192,7 +195,8 @@ fn session(server: &Server, numbers: &mut Numbers) -> Result<(bool, bool), Strin
         let waits = numbers.next() % 3 > 0;
         last = format!("{name}: {body:02x?}");
         let said = client.say(id, if waits { WANTS_REPLY } else { 0 }, &body);
-        let answered = said.map_err(drop).and_then(|()| if waits { client.answer() } else { Ok(Some((0, body))) });
+        let answered =
+            said.map_err(drop).and_then(|()| if waits { client.answer() } else { Ok(Some((0, body))) });
         match answered {
             Ok(Some(_)) => {}
             Ok(None) => return Ok((client.has_seen, true)),
@@ -208,9 +212,8 @@ fn session(server: &Server, numbers: &mut Numbers) -> Result<(bool, bool), Strin
 
 #[test]
 fn wild_arguments_of_every_function_end_no_worker_and_reach_nothing_of_anothers() {
-    let setting = |name: &str, usual: u64| {
-        std::env::var(name).map_or(usual, |text| text.parse().expect("a number"))
-    };
+    let setting =
+        |name: &str, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().expect("a number"));
     let (seconds, seed) = (setting("TOMBOLO_SECONDS", 5), setting("TOMBOLO_SEED", 1));
     let server = serve("cuda-wire", &["--window", &WINDOW.to_string(), "--memory", "16"]);
     let mut neighbour = Client::begin(&server);

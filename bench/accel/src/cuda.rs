@@ -63,7 +63,11 @@ impl Place {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda.c");
         let mut cc = Command::new("cc");
         cc.args(["-O2", "-o"]).arg(place.path("cuda")).arg(&source).arg("-ldl");
-        ensure!(cc.status().context("can't run cc (package gcc)")?.success(), "can't compile {}", source.display());
+        ensure!(
+            cc.status().context("can't run cc (package gcc)")?.success(),
+            "can't compile {}",
+            source.display()
+        );
         Ok(place)
     }
 
@@ -135,8 +139,14 @@ pub fn run(options: &Options, json: bool) -> Result<()> {
 }
 
 /// Bytes, repetitions and name of each size of the copies.
-const SIZES: [(u64, u32, &str); 6] =
-    [(4, 500, "4"), (1 << 10, 500, "1k"), (64 << 10, 200, "64k"), (1 << 20, 40, "1M"), (16 << 20, 7, "16M"), (64 << 20, 3, "64M")];
+const SIZES: [(u64, u32, &str); 6] = [
+    (4, 500, "4"),
+    (1 << 10, 500, "1k"),
+    (64 << 10, 200, "64k"),
+    (1 << 20, 40, "1M"),
+    (16 << 20, 7, "16M"),
+    (64 << 20, 3, "64M"),
+];
 
 /// Kernels of a module that is loaded: 500 bytes of text each.
 const KERNELS: u32 = 4000;
@@ -257,7 +267,8 @@ impl Bench<'_> {
             }
         }
         // What all steps have in common are the waits of half of them.
-        let (whole, half) = (self.train(OURS, &tinygrad, steps)?.1, self.train(OURS, &tinygrad, steps / 2)?.1);
+        let (whole, half) =
+            (self.train(OURS, &tinygrad, steps)?.1, self.train(OURS, &tinygrad, steps / 2)?.1);
         let each = (whole - half) / f64::from(steps - steps / 2);
         self.add("lenet-step-waits", OURS, each, "waits", Better::Lower)
     }
