@@ -18,6 +18,7 @@
 //! - [`session`]: decodes requests, whatever the API; threads, replies, sleeping.
 //! - [`table`]: ids of the client and native handles, with kinds, owners and limits.
 //! - [`limits`]: what a client may use.
+//! - [`device`]: a device, as people are told of it.
 //! - [`opencl`]: OpenCL: generated decoders, hand-written handlers.
 //! - [`cuda`]: the CUDA driver API: the same.
 //! - [`cli`]: `tombolo accel`.
@@ -26,6 +27,7 @@ pub mod account;
 pub mod cli;
 pub mod control;
 pub mod cuda;
+pub mod device;
 pub mod figures;
 pub mod limits;
 pub mod listen;

@@ -4,9 +4,10 @@
 
 use crate::account::Account;
 use crate::cuda::Cuda;
+use crate::device::Device;
 use crate::figures::Figures;
 use crate::limits::{Bucket, Limits};
-use crate::opencl::{Device, OpenCl};
+use crate::opencl::OpenCl;
 use crate::session::{Api, Session};
 use crate::wall::calls::Again;
 use crate::wall::{self, Wall};

@@ -17,8 +17,8 @@ mod pool;
 pub mod snapshot;
 
 use crate::account::Account;
+use crate::device::Device;
 use crate::limits::Limits;
-use crate::opencl::Device;
 use crate::output::Output;
 use crate::quota::Quota;
 use crate::session::{Api, Call, Session};

@@ -24,6 +24,7 @@ pub mod tickets;
 pub mod waits;
 
 use crate::account::Account;
+use crate::device::Device;
 use crate::limits::Limits;
 use crate::output::Output;
 use crate::quota::Quota;
@@ -48,18 +49,6 @@ pub mod generated {
     use tombolo_accel_spec::opencl::{self as wire, cl, kind};
     use tombolo_accel_spec::wire::{Malformed, Record};
     include!(concat!(env!("OUT_DIR"), "/opencl_server.rs"));
-}
-
-/// A device, for people.
-#[derive(Debug, serde::Serialize)]
-pub struct Device {
-    /// `opencl` or `cuda`.
-    pub api: &'static str,
-    /// The name of its OpenCL platform; of others `CUDA`.
-    pub platform: String,
-    pub name: String,
-    /// Set if it is the host's processors: its kernels run in the process that has the driver.
-    pub is_processor: bool,
 }
 
 /// The server's own state of an object.

@@ -16,6 +16,7 @@ pub mod block;
 pub mod compare;
 pub mod convert;
 pub mod decode;
+mod decode_arithmetic;
 mod decode_control;
 mod decode_memory;
 mod decode_warp;

@@ -2,11 +2,13 @@
 //! PTX text, as nvcc, NVRTC and clang write it, to a tree of statements.
 //!
 //! - `lex`: tokens
+//! - `instructions`: their names
 //! - `ast`: the tree
 //! - `parse`: directives, declarations and instructions
 //! - `types`: the fundamental types
 
 pub mod ast;
+mod instructions;
 mod lex;
 mod parse;
 pub mod types;
