@@ -49,11 +49,45 @@ pub struct Function {
     pub from: usize,
     /// The offset and the size of each parameter, once the server has told them.
     pub parameters: OnceLock<Vec<(u64, u64)>>,
-    /// Shapes that the driver accepted before: the same can be posted.
-    pub accepted: Mutex<HashSet<Shape>>,
+    accepted: Mutex<Accepted>,
+}
+
+/// Shapes that the driver accepted before: the same can be posted.
+#[derive(Default)]
+struct Accepted {
+    all: HashSet<Shape>,
+    /// The one that was asked for last: mostly it is asked for again.
+    last: Option<Shape>,
 }
 
 impl Function {
+    /// A function that was found under a name, with the zero that ends it, in a module or a library.
+    pub fn new(name: Vec<u8>, from: usize) -> Function {
+        Function { name, from, parameters: OnceLock::new(), accepted: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Accepted> {
+        self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the driver took a launch of this shape before.
+    pub fn accepts(&self, shape: &Shape) -> bool {
+        let mut accepted = self.lock();
+        if accepted.last.as_ref() == Some(shape) {
+            return true;
+        }
+        let known = accepted.all.contains(shape);
+        if known {
+            accepted.last = Some(*shape);
+        }
+        known
+    }
+
+    /// The driver took one.
+    pub fn accept(&self, shape: Shape) {
+        self.lock().all.insert(shape);
+    }
+
     /// The offset and the size of each parameter.
     pub fn parameters(&self) -> &[(u64, u64)] {
         self.parameters.get().map_or(&[], Vec::as_slice)

@@ -150,11 +150,12 @@ impl Kernel {
     unsafe fn new(params: KernelParams) -> Result<Kernel, i32> {
         let KernelParams { first, kernel, context: of } = params;
         let (object, function) = callable(if first.function.is_null() { kernel } else { first.function })?;
+        let mut bytes = vec![0; function.size() as usize];
         // SAFETY: as the caller promises.
-        let parameters = unsafe { parameters(function, first.each.cast(), first.extra.cast()) }?;
+        unsafe { parameters(function, first.each.cast(), first.extra.cast(), &mut bytes) }?;
         let ([gx, gy, gz], [bx, by, bz]) = (first.grid, first.block);
         let sizes = [gx, gy, gz, bx, by, bz];
-        Ok(Kernel { object, function, sizes, shared: first.shared, parameters, context: context(of)? })
+        Ok(Kernel { object, function, sizes, shared: first.shared, parameters: bytes, context: context(of)? })
     }
 
     fn shape(&self) -> Shape {
@@ -162,14 +163,9 @@ impl Kernel {
         ([bx, by, bz], self.shared, false)
     }
 
-    /// The driver has taken a launch of this shape.
-    fn is_accepted(&self) -> bool {
-        self.function.accepted.lock().unwrap_or_else(PoisonError::into_inner).contains(&self.shape())
-    }
-
     /// The driver took it, for a node.
     fn accept(&self, node: Obj) {
-        self.function.accepted.lock().unwrap_or_else(PoisonError::into_inner).insert(self.shape());
+        self.function.accept(self.shape());
         if let Some(node) = detail(node) {
             node.function.store(self.object.id(), Ordering::Relaxed);
         }
@@ -223,7 +219,11 @@ impl Kernel {
         };
         let is_same = |node: &Node| node.function.load(Ordering::Relaxed) == self.object.id();
         let grid = self.sizes[..3].iter().all(|size| (1..=65535).contains(size));
-        if grid && is_of(exec, node) && detail(node).is_some_and(is_same) && self.is_accepted() {
+        if grid
+            && is_of(exec, node)
+            && detail(node).is_some_and(is_same)
+            && self.function.accepts(&self.shape())
+        {
             return rt::post(&record);
         }
         rt::call(&record)?;

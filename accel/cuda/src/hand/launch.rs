@@ -7,7 +7,6 @@ use super::module::callable;
 use crate::rt::{self, Handle, Id};
 use crate::state::Function;
 use std::ffi::c_void;
-use std::sync::PoisonError;
 use tombolo_accel_spec::cuda::{self as wire, cu, kind};
 
 /// CU_LAUNCH_PARAM_BUFFER_POINTER and CU_LAUNCH_PARAM_BUFFER_SIZE, names in the list `extra`, which ends with 0.
@@ -25,7 +24,10 @@ struct Launch {
     cooperative: bool,
 }
 
-/// The bytes of all parameters.
+/// Bytes of parameters that a launch has on the stack.
+const FEW: usize = 256;
+
+/// Copies all parameters to `bytes`, which is as long as they are.
 ///
 /// # Safety
 /// `each` is null or points to a pointer for each parameter; `extra` is null or a list as the API describes it.
@@ -33,8 +35,8 @@ pub unsafe fn parameters(
     function: &Function,
     each: *const *const u8,
     extra: *const *const c_void,
-) -> Result<Vec<u8>, i32> {
-    let mut bytes = vec![0; function.size() as usize];
+    bytes: &mut [u8],
+) -> Result<(), i32> {
     if !each.is_null() {
         for (i, (at, len)) in function.parameters().iter().enumerate() {
             // SAFETY: as the caller promises.
@@ -46,18 +48,32 @@ pub unsafe fn parameters(
             // SAFETY: the parameter has so many bytes, as the caller promises.
             unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) };
         }
-        return Ok(bytes);
+        return Ok(());
     }
     if extra.is_null() {
-        return if bytes.is_empty() { Ok(bytes) } else { Err(cu::CUDA_ERROR_INVALID_VALUE) };
+        return if bytes.is_empty() { Ok(()) } else { Err(cu::CUDA_ERROR_INVALID_VALUE) };
     }
+    // SAFETY: as the caller promises.
+    let (buffer, size) = unsafe { listed(extra) }?;
+    if buffer.is_null() || size < bytes.len() {
+        return Err(cu::CUDA_ERROR_INVALID_VALUE);
+    }
+    // SAFETY: the buffer has so many bytes, as the caller promises.
+    unsafe { std::ptr::copy_nonoverlapping(buffer, bytes.as_mut_ptr(), bytes.len()) };
+    Ok(())
+}
+
+/// The buffer with all parameters that a list names, and its size.
+///
+/// # Safety
+/// `at` is a list as the API describes it.
+unsafe fn listed(mut at: *const *const c_void) -> Result<(*const u8, usize), i32> {
     let (mut buffer, mut size) = (std::ptr::null::<u8>(), 0);
-    let mut at = extra;
     loop {
         // SAFETY: not past the end of the list, as the caller promises.
         let name = unsafe { at.read() } as usize;
         if name == 0 {
-            break;
+            return Ok((buffer, size));
         }
         // SAFETY: a name has a value behind it.
         let value = unsafe { at.add(1).read() };
@@ -70,12 +86,6 @@ pub unsafe fn parameters(
         // SAFETY: as above.
         at = unsafe { at.add(2) };
     }
-    if buffer.is_null() || size < bytes.len() {
-        return Err(cu::CUDA_ERROR_INVALID_VALUE);
-    }
-    // SAFETY: the buffer has so many bytes, as the caller promises.
-    unsafe { std::ptr::copy_nonoverlapping(buffer, bytes.as_mut_ptr(), bytes.len()) };
-    Ok(bytes)
 }
 
 /// # Safety
@@ -83,26 +93,34 @@ pub unsafe fn parameters(
 unsafe fn launch(f: Handle, what: &Launch, each: *const c_void, extra: *const c_void) -> Result<(), i32> {
     let (object, function) = callable(f)?;
     let stream = rt::maybe(what.stream, kind::STREAM)?;
+    let (mut few, mut many) = ([0; FEW], Vec::new());
+    let bytes = match function.size() as usize {
+        size @ 0..=FEW => &mut few[..size],
+        size => {
+            many.resize(size, 0);
+            &mut many[..]
+        }
+    };
     // SAFETY: as the caller promises.
-    let bytes = unsafe { parameters(function, each.cast(), extra.cast()) }?;
+    unsafe { parameters(function, each.cast(), extra.cast(), bytes) }?;
     let shape = (what.block, what.shared, what.cooperative);
     let fits = (0..3).all(|i| (1..=GRID[i]).contains(&what.grid[i])) && !what.cooperative;
-    let accepted = function.accepted.lock().unwrap_or_else(PoisonError::into_inner).contains(&shape);
-    let sizes = [what.grid, what.block].concat();
+    let ([gx, gy, gz], [bx, by, bz]) = (what.grid, what.block);
+    let sizes = [gx, gy, gz, bx, by, bz];
     let record = wire::LaunchKernel {
         f: object.id(),
-        shape: sizes.into(),
+        shape: sizes[..].into(),
         sharedMemBytes: what.shared,
         hStream: stream.map_or(0, |stream| stream.id()),
         cooperative: u32::from(what.cooperative),
-        parameters: &bytes,
+        parameters: bytes,
         current: rt::current(),
     };
-    if fits && accepted {
+    if fits && function.accepts(&shape) {
         return rt::post(&record);
     }
     rt::call(&record)?;
-    function.accepted.lock().unwrap_or_else(PoisonError::into_inner).insert(shape);
+    function.accept(shape);
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use crate::state::{Body, Detail, Function, Range, ranges};
 use std::collections::HashMap;
 use std::ffi::{CStr, OsStr, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use tombolo_accel_spec::code;
 use tombolo_accel_spec::cuda::{self as wire, cu, kind};
 use tombolo_accel_spec::wire::Decoder;
@@ -50,8 +50,7 @@ fn unload(object: Obj) {
 
 fn function(from: Handle, name: &[u8]) -> Body {
     let name = [name, &[0]].concat();
-    let function =
-        Function { name, from: from as usize, parameters: OnceLock::new(), accepted: Mutex::default() };
+    let function = Function::new(name, from as usize);
     let context = rt::top().map_or(0, |context| context.handle);
     Body { context, detail: Detail::Function(Box::new(function)) }
 }
