@@ -100,10 +100,9 @@ impl Host {
 
     fn server(&self) -> Option<u32> {
         let uuid = Zone::open(self.zone(), false).ok()?.uuid();
-        let record = self.dir.path().join("run").join(uuid.to_string()).join("server.process");
-        let pid = std::fs::read_to_string(record).ok()?.split_whitespace().next()?.parse().ok()?;
-        // The exe of a process that has ended, and waits for its parent, can't be read.
-        Path::new("/proc").join(format!("{pid}/exe")).exists().then_some(pid)
+        let record = self.dir.path().join("run").join(uuid.to_string()).join("server.lock");
+        let pid = std::fs::read_to_string(record).ok()?.trim().parse().ok()?;
+        Zone::open(self.zone(), false).is_ok_and(|zone| zone.has_owner().unwrap()).then_some(pid)
     }
 
     /// The text of a file that the zone holds.

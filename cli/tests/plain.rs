@@ -52,6 +52,13 @@ impl Host {
         members.iter().find(|m| m["name"] == name).unwrap().clone()
     }
 
+    fn kill_server(&self) {
+        let uuid = self.zone()["uuid"].as_str().unwrap().to_owned();
+        let record = self.dir.path().join("run").join(uuid).join("server.lock");
+        common::signal(std::fs::read_to_string(record).unwrap().trim().parse().unwrap(), "KILL");
+        self.until("the server lives", || self.zone()["owned"] == false);
+    }
+
     fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
         let began = Instant::now();
         while !done() {
@@ -121,6 +128,47 @@ fn two_qemus_share_a_zone_and_one_that_is_killed_comes_back_as_the_same_member()
     assert_eq!(a.shell.good("cat /mnt/d/from-b"), "again");
     drop((a, b));
     host.expel_all(&["a", "b"]);
+}
+
+/// Neither the VM nor the server that follows has anything of the one that was killed but QEMU's lock and the zone.
+#[test]
+fn a_qemu_whose_server_is_killed_goes_on_is_found_by_the_next_one_and_frees_its_slot_at_its_end() {
+    let host = Host::new();
+    let (a_arguments, mount) = host.invite("a", &[]);
+    let mut a = Plain::start(&a_arguments);
+    a.shell.good(&mount);
+    let before = host.member("a");
+    assert_eq!(before["assumed"], false, "QEMU does not hold its slot");
+    host.kill_server();
+    a.shell.good("echo hello >/mnt/from-a");
+    let refused = host.command(&["files", "fsck", "-y", "own.zone"]).output().unwrap();
+    assert!(!refused.status.success(), "a zone was repaired under a VM");
+    // This starts a server.
+    let (b_arguments, _) = host.invite("b", &[]);
+    let mut b = Plain::start(&b_arguments);
+    b.shell.good(&mount);
+    assert_eq!(b.shell.good("cat /mnt/from-a"), "hello");
+    assert_eq!(host.member("a"), before);
+    // It knows its slot by what the former server has said.
+    a.shell.send("reboot -f");
+    a.shell.wait_ready();
+    a.shell.good(&mount);
+    assert_eq!((&host.member("a")["id"], &host.member("a")["alive"]), (&before["id"], &true.into()));
+    b.shell.good("echo back >/mnt/from-b");
+    assert_eq!(a.shell.good("cat /mnt/from-b"), "back");
+    host.kill_server();
+    a.kill();
+    host.until("the slot of a VM that has ended is held", || host.member("a")["alive"] == false);
+    assert_eq!(host.member("b")["alive"], true);
+    host.invite("a", &[]);
+    let mut a = Plain::start(&a_arguments);
+    a.shell.good(&mount);
+    assert_eq!(a.shell.good("cat /mnt/from-a /mnt/from-b"), "hello\nback");
+    assert_eq!(host.member("a")["id"], before["id"]);
+    b.shell.good("echo more >>/mnt/from-a");
+    drop((a, b));
+    host.expel_all(&["a", "b"]);
+    host.good(&["files", "fsck", "-n", "own.zone"]);
 }
 
 #[test]

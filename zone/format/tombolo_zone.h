@@ -89,8 +89,10 @@ _Static_assert(offsetof(struct tmb_zone_header, areas) == 256, "areas");
 
 /* Rights, granted by the host. */
 #define TMB_RIGHT_WRITE 1u
-/* In 'rights', too: the VM's own process holds its liveness, so the VM is dead once nobody does, whatever became of the owner. */
+/* In 'rights', too, of a VM: its own process holds its liveness, so the VM is dead once nobody does, whatever became of the owner. */
 #define TMB_HELD_BY_VM 2u
+/* In 'rights', too, of a VM: it was let in though its process does not hold its liveness; it lives until the host's next boot. */
+#define TMB_ASSUMED 4u
 
 /* Reasons for a doorbell, set in the target's 'pending' before ringing; the doorbell itself carries none. */
 #define TMB_PENDING_REVOKE 1ULL	 /* blocks of a file you map were removed: unmap it (files) */
@@ -106,7 +108,7 @@ struct tmb_member {
 	tmb_u32 doorbell;    /* ivshmem peer id + 1; 0: none, the member polls 'pending' */
 	tmb_u32 role;
 	tmb_u32 rights;
-	tmb_u32 let_in; /* 0: not since the slot was kept for it; 1: in an unknown boot; else 16 bits of the session, 16 of the boot */
+	tmb_u32 boot; /* the host's boot in which the slot was kept or its VM let in: a number in bits 0-15; 0, 1: unknown */
 	char name[TMB_NAME_LEN];
 	tmb_u64 pad1;
 	/* 64: written by other members */

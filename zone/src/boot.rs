@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Which boot of the host this is: a VM that was let in before the host booted has ended, and nobody else needs to say so.
-//!
-//! A number of a boot is kept in a VM's slot, with bits of the zone's session: a server of an earlier release lets VMs in and leaves the number of an
-//! earlier VM there, which says nothing of them. It has a session of its own.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,10 +11,10 @@ use uuid::Uuid;
 /// The number while it can't be told which boot this is.
 const UNKNOWN: u32 = 1;
 
-/// The present boot's half of a number, if it can be told.
+/// The present boot's number, if it can be told.
 static BOOT: LazyLock<Option<u32>> = LazyLock::new(|| {
     let id = kernels_own(Path::new("/proc/sys/kernel/random/boot_id")).ok();
-    id.and_then(|id| Uuid::parse_str(id.trim()).ok()).map(half_of)
+    id.and_then(|id| Uuid::parse_str(id.trim()).ok()).map(number_of)
 });
 
 /// Reads a file of procfs. LXC and systemd-nspawn mount a file of theirs over the kernel's, so that each start of a container looks like a boot.
@@ -32,25 +29,21 @@ fn kernels_own(path: &Path) -> io::Result<String> {
 }
 
 /// 16 of the 122 random bits are enough: that two boots in a row have the same ones is no error, only a VM's end is not known by it then.
-fn half_of(boot: Uuid) -> u32 {
+fn number_of(boot: Uuid) -> u32 {
     let (high, _) = boot.as_u64_pair();
     // The kinds of number that mean something else are two.
     ((high >> 48) as u32).max(UNKNOWN + 1)
 }
 
-fn half_of_session(session: u64) -> u32 {
-    (session as u32) << 16
+/// A number of this boot, not 0.
+pub(crate) fn number() -> u32 {
+    BOOT.unwrap_or(UNKNOWN)
 }
 
-/// A number of this boot in a session of a zone, not 0.
-pub(crate) fn number(session: u64) -> u32 {
-    BOOT.map_or(UNKNOWN, |boot| half_of_session(session) | boot)
-}
-
-/// Returns whether it is known that this is the number of a boot before this one, in the zone's present session.
-pub(crate) fn is_over(number: u32, session: u64) -> bool {
-    let of_session = number & 0xffff_0000 == half_of_session(session);
-    number > UNKNOWN && of_session && BOOT.is_some_and(|boot| boot != number & 0xffff)
+/// Returns whether it is known that this is the number of a boot before this one.
+pub(crate) fn is_over(number: u32) -> bool {
+    // The upper half is that of a session, where an earlier release has written it.
+    number > UNKNOWN && BOOT.is_some_and(|boot| boot != number & 0xffff)
 }
 
 #[cfg(test)]
@@ -59,14 +52,10 @@ mod tests {
 
     #[test]
     fn only_another_boot_that_is_known_is_over() {
-        for session in [0, 7, u64::MAX] {
-            let present = number(session);
-            assert!(present > UNKNOWN);
-            assert!(is_over(present ^ 2, session) && !is_over(present, session));
-            assert!(!is_over(0, session) && !is_over(UNKNOWN, session));
-            assert!(!is_over(present ^ 2, session ^ 1), "an earlier release's server let the VM in");
-        }
-        assert_eq!(half_of(Uuid::nil()), 2);
+        assert!(number() > UNKNOWN);
+        assert!([number(), UNKNOWN, 0, number() | 7 << 16].iter().all(|present| !is_over(*present)));
+        assert!(is_over(number() ^ 2));
+        assert_eq!(number_of(Uuid::nil()), 2);
     }
 
     #[test]

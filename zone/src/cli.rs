@@ -69,6 +69,9 @@ pub enum Command {
         zone: PathBuf,
         /// The VM's name in the zone
         name: String,
+        /// Also a VM that no lock tells of, where it is certain that it has ended
+        #[arg(long)]
+        force: bool,
     },
     /// Serve a zone to invited VMs until no VM is invited ('invite' does this in the background)
     Serve {
@@ -152,8 +155,8 @@ pub fn run_to(command: Command, json: bool, out: &mut dyn Write) -> anyhow::Resu
             let invitation = start::invite(&zone, &name, rights, &start::own_program()?)?;
             show_invitation(&invitation, only, json, out)?;
         }
-        Command::Expel { zone, name } => {
-            start::expel(&zone, &name)?;
+        Command::Expel { zone, name, force } => {
+            start::expel(&zone, &name, force)?;
             if !json {
                 writeln!(out, "'{name}' has no slot in {} any more", zone.display())?;
             }
@@ -178,7 +181,7 @@ fn remove(paths: &[PathBuf], json: bool, out: &mut dyn Write) -> anyhow::Result<
         // A member that comes by now is seen, or refused.
         let _kept_out = zone.keep_members_out()?;
         if let Some(member) = zone.members()?.into_iter().find(|m| m.alive) {
-            bail!("{}: in use by {}; unmount there first", path.display(), member.name);
+            bail!("{}: in use by {}; unmount there first", path.display(), member.described());
         }
         std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
         drop(zone);
@@ -262,6 +265,9 @@ fn places(memory: &Memory, size: u64) -> String {
 }
 
 fn state_word(member: &Member) -> &'static str {
+    if member.assumed {
+        return "assumed";
+    }
     match (member.state, member.alive) {
         (MemberState::Active, false) => "lost",
         (MemberState::Active, true) => "active",

@@ -31,7 +31,7 @@ const _: () = {
     assert!(offset_of!(tmb_member, doorbell) == 8);
     assert!(offset_of!(tmb_member, role) == 12);
     assert!(offset_of!(tmb_member, rights) == 16);
-    assert!(offset_of!(tmb_member, let_in) == 20);
+    assert!(offset_of!(tmb_member, boot) == 20);
     assert!(offset_of!(tmb_member, name) == 24);
     assert!(offset_of!(tmb_member, pending) == 64);
     assert!(offset_of!(tmb_member, heartbeat_ns) == 128);

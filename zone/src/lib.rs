@@ -25,7 +25,6 @@
 //! - [`pci`]: access to a zone in a guest without the kernel module.
 //! - [`serve`]: zones for VMs that tombolo does not start.
 //! - `boot`: a number of the host's boot.
-//! - `openers`: whether any process has a zone's file open.
 //! - [`mod@zone`]: [`Zone`]: create, open, take over, invite, join, declare dead.
 
 #![deny(missing_docs)]
@@ -43,7 +42,6 @@ pub mod liveness;
 pub mod mem;
 pub mod member;
 pub mod numa;
-mod openers;
 pub mod pci;
 pub mod serve;
 pub mod zone;

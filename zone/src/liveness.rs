@@ -101,43 +101,10 @@ impl Own {
 
     /// Holds another byte too, or frees it. No other process holds it at any time.
     pub(crate) fn set(&self, byte: u32, held: bool) -> Result<()> {
-        set(&self.liveness.file, byte, held).map_err(|e| Error::io("locking the zone's memory", e))
+        let kind = if held { libc::F_WRLCK } else { libc::F_UNLCK };
+        let set = set_lock(self.liveness.as_fd(), &lock_request(kind, byte));
+        set.map(drop).map_err(|e| Error::io("locking the zone's memory", e))
     }
-
-    /// Holds another byte too, until the value returned is dropped. The kernel frees all bytes of a process that dies at one moment then. `Ok(None)` when
-    /// another description has it.
-    pub(crate) fn hold_too(&self, byte: u32) -> Result<Option<HeldToo>> {
-        let failed = |e| Error::io("locking the zone's memory", e);
-        let file = self.liveness.file.try_clone().map_err(failed)?;
-        match set(&file, byte, true) {
-            Ok(()) => Ok(Some(HeldToo { file, byte })),
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(None),
-            Err(e) => Err(failed(e)),
-        }
-    }
-}
-
-/// Holds a byte by the description that holds others, too.
-#[derive(Debug)]
-pub(crate) struct HeldToo {
-    file: File,
-    byte: u32,
-}
-
-impl Drop for HeldToo {
-    fn drop(&mut self) {
-        let freed = set(&self.file, self.byte, false);
-        debug_assert!(freed.is_ok(), "a process can free a lock that it holds");
-    }
-}
-
-fn set(file: &File, byte: u32, held: bool) -> io::Result<()> {
-    let request = lock_request(if held { libc::F_WRLCK } else { libc::F_UNLCK }, byte);
-    // SAFETY: a valid descriptor and a valid struct flock.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
-        return Ok(());
-    }
-    Err(io::Error::last_os_error())
 }
 
 impl Drop for Own {
@@ -154,11 +121,17 @@ fn unlock_all(file: &File) -> Result<()> {
     // From the first, of any number.
     let mut request = lock_request(libc::F_UNLCK, 0);
     request.l_len = 0;
+    set_lock(file.as_fd(), &request).map(drop).map_err(|e| Error::io("unlocking the zone's memory", e))
+}
+
+/// Sets a lock without waiting. Returns false when another description has it.
+fn set_lock(fd: BorrowedFd<'_>, request: &libc::flock) -> io::Result<bool> {
     // SAFETY: a valid descriptor and a valid struct flock.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
-        return Ok(());
+    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, request) } == 0 {
+        return Ok(true);
     }
-    Err(Error::last_os("unlocking the zone's memory"))
+    let error = io::Error::last_os_error();
+    if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) { Ok(false) } else { Err(error) }
 }
 
 /// A new open file description of the same file, so that its locks are its own.
@@ -183,16 +156,9 @@ pub(crate) fn try_hold(fd: BorrowedFd<'_>, writable: bool, byte: u32) -> Result<
     // A description that is open for reading only can hold only read locks. No process asks for a read lock otherwise, so it excludes as well,
     // except another read-only holder of the same byte.
     let kind = if writable { libc::F_WRLCK } else { libc::F_RDLCK };
-    let request = lock_request(kind, byte);
-    // SAFETY: a valid descriptor and a valid struct flock.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &request) } == 0 {
-        return Ok(Some(Liveness { file }));
-    }
-    let error = io::Error::last_os_error();
-    match error.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Ok(None),
-        _ => Err(Error::io("locking the zone's memory", error)),
-    }
+    let taken = set_lock(file.as_fd(), &lock_request(kind, byte));
+    let taken = taken.map_err(|e| Error::io("locking the zone's memory", e))?;
+    Ok(taken.then_some(Liveness { file }))
 }
 
 /// Takes `byte`, and waits while another description has it: [`TABLE_BYTE`] is held for microseconds, [`GRANTS_BYTE`] for a grant, a member's
@@ -211,6 +177,27 @@ pub(crate) fn hold_waiting(fd: BorrowedFd<'_>, byte: u32) -> Result<Own> {
             return Err(Error::io("waiting for a lock of the zone's memory", error));
         }
     }
+}
+
+/// Has the open file description that `theirs` is a copy of hold `byte`, also if it does already: the kernel frees the byte at the end of the last process that has a copy
+/// of the description. Returns false when another description has it.
+pub(crate) fn hold_by(theirs: BorrowedFd<'_>, byte: u32) -> io::Result<bool> {
+    // Of read locks, too, which do not exclude each other. The kernel does not tell of the description's own.
+    if is_locked(theirs, lock_request(libc::F_WRLCK, byte))? {
+        return Ok(false);
+    }
+    // As in try_hold().
+    match set_lock(theirs, &lock_request(libc::F_WRLCK, byte)) {
+        Err(e) if e.raw_os_error() == Some(libc::EBADF) => {
+            set_lock(theirs, &lock_request(libc::F_RDLCK, byte))
+        }
+        done => done,
+    }
+}
+
+/// Frees a byte that [`hold_by`] has had held.
+pub(crate) fn free(theirs: BorrowedFd<'_>, byte: u32) -> io::Result<()> {
+    set_lock(theirs, &lock_request(libc::F_UNLCK, byte)).map(drop)
 }
 
 /// Returns whether any description holds `byte`.
@@ -237,7 +224,7 @@ fn bits_held(fd: BorrowedFd<'_>, begin: u32) -> Result<u64> {
     while let Some((first, count)) = ranges.pop() {
         let mut request = lock_request(libc::F_WRLCK, begin + first);
         request.l_len = libc::off_t::from(count);
-        if !is_locked(&file, request)? {
+        if !is_locked(file.as_fd(), request).map_err(asking)? {
             continue;
         }
         if count == 1 {
@@ -257,7 +244,7 @@ pub(crate) fn sessions_held(fd: BorrowedFd<'_>) -> Result<bool> {
 }
 
 fn any_held(fd: BorrowedFd<'_>, request: libc::flock) -> Result<bool> {
-    is_locked(&look(fd)?, request)
+    is_locked(look(fd)?.as_fd(), request).map_err(asking)
 }
 
 /// A description of its own: locks of the same description don't count as conflicts.
@@ -265,10 +252,14 @@ fn look(fd: BorrowedFd<'_>) -> Result<File> {
     reopen(fd, false).map_err(|e| Error::io("reopening the zone's memory through /proc/self/fd", e))
 }
 
-fn is_locked(file: &File, mut request: libc::flock) -> Result<bool> {
+fn asking(e: io::Error) -> Error {
+    Error::io("asking for locks on the zone's memory", e)
+}
+
+fn is_locked(fd: BorrowedFd<'_>, mut request: libc::flock) -> io::Result<bool> {
     // SAFETY: a valid descriptor and a valid struct flock.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut request) } != 0 {
-        return Err(Error::last_os("asking for locks on the zone's memory"));
+    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut request) } != 0 {
+        return Err(io::Error::last_os_error());
     }
     Ok(libc::c_int::from(request.l_type) != libc::F_UNLCK)
 }
@@ -321,5 +312,26 @@ mod tests {
         let _copy = held.as_fd().try_clone_to_owned().unwrap();
         held.end().unwrap();
         assert!(!is_held(file.as_fd(), 3).unwrap());
+    }
+
+    #[test]
+    fn a_description_of_another_process_holds_a_byte_until_its_last_copy_is_closed_also_one_that_only_reads()
+    {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let look = file.as_file().as_fd();
+        for writes in [true, false] {
+            let open = || File::options().read(true).write(writes).open(file.path()).unwrap();
+            let (theirs, others) = (open(), open());
+            let copy = theirs.try_clone().unwrap();
+            assert!(hold_by(copy.as_fd(), 3).unwrap() && hold_by(copy.as_fd(), 3).unwrap());
+            drop(copy);
+            assert!(!hold_by(others.as_fd(), 3).unwrap(), "another one has it");
+            assert!(is_held(look, 3).unwrap() && try_hold(look, true, 3).unwrap().is_none());
+            drop(theirs);
+            assert!(!is_held(look, 3).unwrap());
+            assert!(hold_by(others.as_fd(), 3).unwrap());
+            free(others.as_fd(), 3).unwrap();
+            assert!(!is_held(look, 3).unwrap());
+        }
     }
 }

@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::boot;
 use crate::format::{self, TMB_MAX_MEMBERS, tmb_member};
 use crate::mem::SharedMem;
 use crate::{Error, Result};
@@ -146,27 +147,64 @@ pub struct Member {
     pub heartbeat_ns: u64,
     /// Epochs up to this one are recovered.
     pub recovered_epoch: u64,
-    /// It is a VM whose own process holds its liveness.
-    pub held_by_vm: bool,
-    /// The boot ([`crate::boot`]) in which it was let in, since its slot was kept for it; 0: it was not.
-    pub let_in: u32,
-    /// A process holds the member's liveness (see [`crate::liveness`]), or it is a VM of which it is not known that it has ended with its server.
+    /// A process holds the member's liveness (see [`crate::liveness`]), or it is assumed to live.
     pub alive: bool,
+    /// It is a VM of whose end no lock tells: it counts as living until the host's next boot, unless the process that let it in sees its end.
+    pub assumed: bool,
+    /// What the slot says of a VM's liveness.
+    pub(crate) held_by: HeldBy,
 }
 
-/// Copies a slot. `alive` is left false.
+impl Member {
+    /// Its name, for a message about what it is in the way of.
+    pub fn described(&self) -> String {
+        let remedy = " (no lock tells whether it lives; if it has ended: tombolo zone expel --force)";
+        format!("{}{}", self.name, if self.assumed { remedy } else { "" })
+    }
+}
+
+/// Who holds the liveness of a VM, as its slot says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HeldBy {
+    /// The slot does not say: it has not come yet, or has come without being let in.
+    #[default]
+    Unknown,
+    /// The VM's own process.
+    Vm,
+    /// No process, and it was let in.
+    Nobody,
+}
+
+impl HeldBy {
+    pub(crate) fn raw(self) -> u32 {
+        match self {
+            HeldBy::Unknown => 0,
+            HeldBy::Vm => format::TMB_HELD_BY_VM,
+            HeldBy::Nobody => format::TMB_ASSUMED,
+        }
+    }
+}
+
+/// Copies a slot. `alive` is left false; `assumed` is what the slot says.
 pub(crate) fn read(mem: &SharedMem, id: MemberId) -> Result<Member> {
     let field = |f: usize| id.at(f);
     let word = mem.load_u64(field(std::mem::offset_of!(tmb_member, state_epoch)))?;
     let bell = mem.load_u32(field(std::mem::offset_of!(tmb_member, doorbell)))?;
     let role = mem.load_u32(field(std::mem::offset_of!(tmb_member, role)))?;
     let rights = mem.load_u32(field(std::mem::offset_of!(tmb_member, rights)))?;
+    let boot = mem.load_u32(field(std::mem::offset_of!(tmb_member, boot)))?;
+    let state = MemberState::from_word(word);
+    let held_by = match rights {
+        _ if rights & format::TMB_ASSUMED != 0 => HeldBy::Nobody,
+        _ if rights & format::TMB_HELD_BY_VM != 0 => HeldBy::Vm,
+        _ => HeldBy::Unknown,
+    };
     let mut name = [0; format::TMB_NAME_LEN as usize];
     mem.read(field(std::mem::offset_of!(tmb_member, name)), &mut name)?;
     Ok(Member {
         id,
         name: name_from(&name),
-        state: MemberState::from_word(word),
+        state,
         epoch: format::epoch_of(word),
         role: match role {
             format::TMB_ROLE_VM => Some(Role::Vm),
@@ -178,9 +216,14 @@ pub(crate) fn read(mem: &SharedMem, id: MemberId) -> Result<Member> {
         pending: mem.load_u64(field(std::mem::offset_of!(tmb_member, pending)))?,
         heartbeat_ns: mem.load_u64(field(std::mem::offset_of!(tmb_member, heartbeat_ns)))?,
         recovered_epoch: mem.load_u64(field(std::mem::offset_of!(tmb_member, recovered_epoch)))?,
-        held_by_vm: rights & format::TMB_HELD_BY_VM != 0,
-        let_in: mem.load_u32(field(std::mem::offset_of!(tmb_member, let_in)))?,
         alive: false,
+        assumed: match held_by {
+            HeldBy::Vm => false,
+            _ if role == format::TMB_ROLE_HOST || boot::is_over(boot) => false,
+            HeldBy::Nobody => true,
+            HeldBy::Unknown => matches!(state, MemberState::Active | MemberState::Damaged),
+        },
+        held_by,
     })
 }
 

@@ -10,10 +10,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use uuid::Uuid;
 
 use crate::backing::Backing;
-use crate::boot;
 use crate::format::{self, tmb_member, tmb_zone_header};
 use crate::header::{self, Area, AreaConfig, AreaType, HEADER_SIZE, Header};
-use crate::liveness::{self, GRANTS_BYTE, HeldToo, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, promise_byte};
+use crate::liveness::{self, GRANTS_BYTE, Liveness, OWNER_BYTE, Own, REPAIR_BYTE, promise_byte};
 use crate::mem::SharedMem;
 use crate::member::{self, MemberId, MemberState, Pending, name_to};
 use crate::numa::Nodes;
@@ -21,12 +20,13 @@ use crate::{Error, Result};
 
 pub mod handover;
 mod ledger;
-mod ownerless;
+mod owner;
 mod slots;
 mod whole;
 
 use ledger::Ledger;
-pub use ownerless::Unburied;
+pub use owner::Unburied;
+pub(crate) use slots::Holder;
 
 /// A zone to be made.
 #[derive(Clone, Debug)]
@@ -112,12 +112,6 @@ impl Membership {
 #[derive(Debug)]
 pub struct GrantsHeld {
     _own: Own,
-}
-
-/// What [`Zone::hold_as_owner`] gives.
-#[derive(Debug)]
-pub(crate) struct HeldByOwner {
-    _held: HeldToo,
 }
 
 /// What [`Zone::keep_members_out`] gives.
@@ -331,11 +325,8 @@ impl Zone {
         })
     }
 
-    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls. Who has had one was let in.
+    /// Stores the ivshmem peer id by which a member is rung; `None`: it polls.
     pub fn set_doorbell(&self, id: MemberId, peer: Option<u16>) -> Result<()> {
-        if peer.is_some() {
-            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), boot::number(self.header.session))?;
-        }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), peer.map_or(0, |p| u32::from(p) + 1))
     }
 

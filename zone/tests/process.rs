@@ -2,10 +2,11 @@
 //! Identifies the process at the other end of a doorbell's connection. A program of its own: its children have copies of descriptors for a moment,
 //! which tests beside it could see.
 
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Stdio};
 
-use tombolo_zone::doorbell::process::{Process, started};
+use tombolo_zone::doorbell::process::Process;
 
 #[test]
 fn the_process_at_the_other_end_is_known_and_its_end_is_seen() {
@@ -21,23 +22,33 @@ fn the_process_at_the_other_end_is_known_and_its_end_is_seen() {
         .unwrap();
     let (stream, _) = listener.accept().unwrap();
     let process = Process::of(&stream).unwrap().unwrap();
-    let name = process.name().unwrap();
-    assert_eq!((name.pid, Some(name.started)), (child.id(), started(child.id())));
+    assert_eq!(process.number(), Some(child.id()));
     assert!(!process.has_ended());
     child.kill().unwrap();
-    process.wait_ended();
-    assert!(process.has_ended());
     child.wait().unwrap();
-    assert_eq!(started(name.pid), None);
-    assert_eq!(Process::of(&stream).unwrap(), None);
+    assert!(process.has_ended() && Process::of(&stream).unwrap().is_none());
 }
 
 #[test]
-fn a_process_that_waits_for_its_parent_has_ended() {
-    let mut child = Command::new("true").spawn().unwrap();
-    while started(child.id()).is_some() {
-        std::thread::yield_now();
-    }
+fn the_descriptors_by_which_a_process_has_a_file_open_are_copied_and_no_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, path) = (dir.path().join("s"), dir.path().join("file"));
+    let file = std::fs::File::create_new(&path).unwrap();
+    let listener = UnixListener::bind(&socket).unwrap();
+    let script = "import socket,sys; f=open(sys.argv[2]); g=open(sys.argv[3]); s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()";
+    let mut child = Command::new("python3")
+        .args(["-c", script])
+        .args([&socket, &path])
+        .arg("/dev/null")
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    let process = Process::of(&stream).unwrap().unwrap();
+    assert_eq!(process.descriptors_of(file.as_fd()).unwrap().len(), 1);
+    let other = tempfile::tempfile_in(dir.path()).unwrap();
+    assert_eq!(process.descriptors_of(other.as_fd()).unwrap().len(), 0);
+    child.kill().unwrap();
     child.wait().unwrap();
 }
 

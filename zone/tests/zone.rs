@@ -413,30 +413,30 @@ fn huge_pages_are_used_or_their_lack_is_explained() {
     assert!(Zone::create(&odd).unwrap_err().to_string().contains("huge page size"));
 }
 
-/// By these the others know the VM's end when the owner is no more.
+/// By these the others know what a VM may do, and who lives.
 #[test]
-fn what_a_member_writes_over_the_words_that_tell_of_a_vms_life_is_written_back() {
+fn what_a_member_writes_over_the_words_that_tell_of_a_vms_rights_and_life_is_written_back() {
     let dir = tempfile::tempdir().unwrap();
     let (path, zone) = file_zone(dir.path());
-    let ids = ["started", "attached"].map(|vm| zone.invite(vm, Role::Vm, Rights::READ_WRITE).unwrap());
-    let held = ids.map(|id| zone.hold(id).unwrap());
-    zone.tell_held_by_vm(ids[0]).unwrap();
+    let ids = ["lives", "comes"].map(|vm| zone.invite(vm, Role::Vm, Rights::READ_WRITE).unwrap());
+    let _held = zone.hold(ids[0]).unwrap();
     assert_eq!(zone.reap().unwrap(), []);
     let member = Zone::open(&path, true).unwrap();
     let before = ids.map(|id| member.member(id).unwrap());
-    assert!(before[0].held_by_vm && !before[1].held_by_vm && before[1].let_in != 0);
-    for rights in 0..4 {
-        for let_in in [0, 1, u32::MAX] {
+    assert!(before[0].alive && !before[1].alive);
+    for rights in 0..8 {
+        for boot in [0, 1, u32::MAX] {
             for id in ids {
                 let slot = 4096 + 256 * u64::from(id.index());
-                member.mem().store_u32(slot + 16, rights).unwrap();
-                member.mem().store_u32(slot + 20, let_in).unwrap();
+                member.mem().store_u32(slot + 16, if id == ids[0] { rights } else { rights | 1 }).unwrap();
+                member.mem().store_u32(slot + 20, boot).unwrap();
             }
             assert_eq!(zone.reap().unwrap(), []);
-            assert_eq!(ids.map(|id| member.member(id).unwrap()), before, "{rights} {let_in}");
+            let now = ids.map(|id| member.member(id).unwrap());
+            assert_eq!(now[0], before[0], "{rights} {boot}");
+            assert!(!now[1].alive, "{rights} {boot}");
         }
     }
-    drop(held);
 }
 
 #[test]

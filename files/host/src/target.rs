@@ -15,7 +15,7 @@ use rustix::fs::FlockOperation;
 use tombolo_zone::doorbell::Bell;
 use tombolo_zone::pci::{self, Registers};
 use tombolo_zone::{
-    AreaType, KeptOut, Liveness, MemberId, MemberState, Membership, Rights, Role, Unburied, Zone,
+    AreaType, KeptOut, Liveness, Member, MemberId, MemberState, Membership, Rights, Role, Unburied, Zone,
 };
 use uuid::Uuid;
 
@@ -268,8 +268,6 @@ impl Target {
             file.read_exact(&mut magic).with_context(|| format!("reading {}", path.display()))?;
         }
         let kind = if u64::from_le_bytes(magic) == sys::TMB_ZONE_MAGIC {
-            // `take_over` looks for processes that have the zone open for writing, and must not find this one.
-            drop(file);
             let zone =
                 Arc::new(if writable { Zone::take_over_or_open(path)? } else { Zone::open(path, false)? });
             let area = zone.area(AreaType::Files, area)?;
@@ -349,7 +347,7 @@ impl Target {
     fn alive(&self) -> anyhow::Result<Vec<String>> {
         Ok(match &self.kind {
             Kind::Zone { zone, .. } => {
-                zone.members()?.into_iter().filter(|m| m.alive).map(|m| m.name).collect()
+                zone.members()?.iter().filter(|m| m.alive).map(Member::described).collect()
             }
             Kind::Bare { file, .. } => {
                 let ended = await_serving(|| {
@@ -381,7 +379,7 @@ impl Target {
             let joined = matches!(m.state, MemberState::Active | MemberState::Damaged);
             m.alive && joined && (readers || m.rights != Rights::READ_ONLY)
         };
-        Ok(zone.members()?.into_iter().filter(uses).map(|m| m.name).collect())
+        Ok(zone.members()?.iter().filter(|m| uses(m)).map(Member::described).collect())
     }
 
     /// Refuses if a member has mounted the file system; with `force` read-only members don't matter.

@@ -267,7 +267,7 @@ fn expel(want: &ZoneWant) -> anyhow::Result<()> {
     }
     let members = Zone::open(&want.path, false)?.members()?;
     if members.iter().any(|m| m.name == want.member && m.state != MemberState::Empty) {
-        start::expel(&want.path, &want.member)?;
+        start::expel(&want.path, &want.member, false)?;
     }
     Ok(())
 }

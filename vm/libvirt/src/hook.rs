@@ -99,9 +99,9 @@ fn await_end(want: &ZoneWant) -> anyhow::Result<()> {
     }
     let zone = Zone::open(&want.path, false)?;
     let began = Instant::now();
-    while zone.members()?.iter().any(|m| m.name == want.member && m.alive) {
+    while let Some(member) = zone.members()?.into_iter().find(|m| m.name == want.member && m.alive) {
         if began.elapsed() > ENDING {
-            bail!("{}: its server still holds '{}' alive", want.path.display(), want.member);
+            bail!("{}: still a member: {}", want.path.display(), member.described());
         }
         std::thread::sleep(Duration::from_millis(10));
     }

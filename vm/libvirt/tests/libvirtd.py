@@ -165,6 +165,11 @@ class World:
         members = self.inspect()["members"]
         return next((m for m in members if m["name"] == name), None)
 
+    def kill_server(self):
+        with open("/run/tombolo-zones/%s/server.lock" % self.inspect()["uuid"]) as f:
+            os.kill(int(f.read()), signal.SIGKILL)
+        until("the zone's server lives", lambda: not self.inspect()["owned"])
+
     def ports(self):
         return self.tombolo("net", "ports", "--control", self.control)
 
@@ -219,15 +224,30 @@ class World:
         need(self.member("a")["id"] == before["id"], "a has another slot")
         self.shells["a"].run("ping -c 3 -W 60 10.0.0.2")
 
+    def a_domain_outlives_its_zones_server_which_is_started_again_and_finds_it(self):
+        before = {name: self.member(name) for name in ("a", "b")}
+        need(not any(member["assumed"] for member in before.values()), "QEMU does not hold its slot: %s" % before)
+        self.kill_server()
+        said = self.tombolo("files", "fsck", "-y", self.zone, good=False)
+        need("could mount it" in said, said)
+        os.kill(self.pid("a"), signal.SIGKILL)
+        until("a's slot is held", lambda: not self.member("a")["alive"])
+        until("libvirt has not noticed", lambda: "shut off" in run("virsh", "domstate", "a"))
+        self.shells["b"].run("echo still >/mnt/file")
+        self.start("a")
+        need(self.inspect()["owned"] and self.member("b") == before["b"], "the server has not found b: %s" % self.member("b"))
+        self.mount("a")
+        need(self.shells["a"].run("cat /mnt/file") == "still", "a does not see what b wrote")
+        need(self.member("a")["id"] == before["a"]["id"], "a has another slot")
+        self.shells["a"].run("echo back >/mnt/file")
+        need(self.shells["b"].run("cat /mnt/file") == "back", "b does not see what a wrote")
+
     def a_zone_in_memory_that_the_hosts_reboot_took_is_made_anew_when_a_domain_starts(self):
         before = self.inspect()
         for name in ("a", "b"):
             run("virsh", "destroy", name)
         # As the reboot does: the zone's server, its records and its file.
-        with open("/run/tombolo-zones/%s/server.process" % before["uuid"]) as f:
-            server = f.read().split()[0]
-        os.kill(int(server), signal.SIGKILL)
-        until("the zone's server lives", lambda: not os.path.exists("/proc/" + server))
+        self.kill_server()
         shutil.rmtree("/run/tombolo-zones")
         os.unlink(self.zone)
         self.start("a")
@@ -331,6 +351,7 @@ CLAIMS = [
     World.the_domains_reach_each_other_over_the_switch,
     World.a_domain_that_is_killed_loses_its_epoch_and_the_other_goes_on,
     World.it_starts_again_as_the_same_member_with_its_port,
+    World.a_domain_outlives_its_zones_server_which_is_started_again_and_finds_it,
     World.a_zone_in_memory_that_the_hosts_reboot_took_is_made_anew_when_a_domain_starts,
     World.a_domain_has_two_zones_of_one_name_and_not_a_copy_of_one,
     World.a_domain_does_not_start_without_its_switch_and_says_so,

@@ -1,47 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The process at the other end of a doorbell's connection: a VM lives as long as this process.
+//! The process at the other end of a doorbell's connection.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use tombolo_brief::Brief;
+
+/// The most descriptors of a process that are looked at. QEMU opens a zone among its first.
+const LOOKED_AT: usize = 4096;
 
 /// A process of this host that has connected, held by a pidfd: its number can't come to mean another process.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Process {
     /// `None`: it lives in a PID namespace that this process doesn't see.
     number: Option<u32>,
-    /// `None`: it has no number, or its entry in /proc is hidden from this process (the mount option `hidepid`).
-    started: Option<u64>,
-    fd: Arc<OwnedFd>,
+    fd: OwnedFd,
 }
-
-/// Number and start together name a process for ever.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Name {
-    /// The PID; the kernel may have given it to another process once this one has ended.
-    pub pid: u32,
-    /// When it was started, in the kernel's ticks since boot.
-    pub started: u64,
-}
-
-/// One without a number equals only its own copies.
-impl PartialEq for Process {
-    fn eq(&self, other: &Process) -> bool {
-        let is_same = match (self.started, other.started) {
-            (Some(own), Some(others)) => own == others,
-            // No two processes that live have one number.
-            _ => !self.has_ended() && !other.has_ended(),
-        };
-        Arc::ptr_eq(&self.fd, &other.fd) || (self.number.is_some() && self.number == other.number && is_same)
-    }
-}
-
-impl Eq for Process {}
 
 impl Process {
     /// Returns the process that made the other end of `stream`. `None`: the kernel can't tell (a process of another PID namespace, before Linux 6.5), or it has
@@ -60,27 +39,22 @@ impl Process {
             (opened, _) => (opened, false),
         };
         let fd = match opened {
-            Ok(fd) => Arc::new(fd),
+            Ok(fd) => fd,
             Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
                 return Err(e);
             }
             Err(_) => return Ok(None),
         };
-        let process = Process { number, started: number.and_then(started), fd };
+        let process = Process { number, fd };
         // While the connection stands, the process that made it has hardly ended, and its number is no other's.
         let may_be_another = by_number
             && loop {
-                if let Some(hung_up) = ready(stream.as_fd(), PollFlags::RDHUP, 0) {
+                if let Some(hung_up) = ready(stream.as_fd(), PollFlags::RDHUP) {
                     break hung_up;
                 }
             };
-        // One that has not ended by now had this start.
+        // One that has not ended by now had this number.
         Ok((!may_be_another && !process.has_ended()).then_some(process))
-    }
-
-    /// Its number and start. `None`: this process can't see one of the two.
-    pub fn name(&self) -> Option<Name> {
-        Some(Name { pid: self.number?, started: self.started? })
     }
 
     /// Its number. `None`: it lives in a PID namespace that this process doesn't see.
@@ -88,61 +62,49 @@ impl Process {
         self.number
     }
 
-    /// Waits until the process has ended.
-    pub fn wait_ended(&self) {
-        while ready(self.fd.as_fd(), PollFlags::IN, -1) != Some(true) {}
-    }
-
     /// Returns whether it has ended.
     pub fn has_ended(&self) -> bool {
-        ready(self.fd.as_fd(), PollFlags::IN, 0) == Some(true)
+        ready(self.fd.as_fd(), PollFlags::IN) == Some(true)
+    }
+
+    /// Returns copies of the descriptors by which the process has this file open.
+    ///
+    /// # Errors
+    /// This process may not have them (ptrace(2), 'Ptrace access mode checking').
+    pub fn descriptors_of(&self, file: BorrowedFd<'_>) -> io::Result<Vec<Brief>> {
+        let number = self.number.ok_or_else(|| io::Error::other("it is in another PID namespace"))?;
+        crate::door::check_proc()?;
+        let wanted = identity(file, c"", AtFlags::EMPTY_PATH)?;
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(format!("/proc/{number}/fd"))?.take(LOOKED_AT) {
+            let path = entry?.path();
+            let Some(name) = path.file_name().and_then(|name| name.to_str()?.parse().ok()) else { continue };
+            if identity(CWD, &path, AtFlags::empty()) != Ok(wanted) {
+                continue;
+            }
+            match pidfd_getfd(&self.fd, name, PidfdGetfdFlags::empty()).map(Brief::from) {
+                // It may have put another file there meanwhile.
+                Ok(fd) if identity(&fd, c"", AtFlags::EMPTY_PATH) == Ok(wanted) => found.push(fd),
+                Ok(_) | Err(Errno::BADF) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Ok(found)
     }
 }
 
-/// The namespaces by which number and start of a process are to be read, in the kernel's words. `None`: /proc shows those of other ones.
-pub fn namespaces() -> Option<String> {
-    crate::door::check_proc().ok()?;
-    let link = |name: &str| std::fs::read_link(format!("/proc/self/ns/{name}")).ok();
-    let pid = link("pid")?;
-    // Start times are shifted in a time namespace; a kernel that has none shifts none.
-    let time = link("time").unwrap_or_default();
-    Some(format!("{} {}", pid.display(), time.display()))
+/// A file's device and number. No file system is asked, which could keep this process waiting.
+fn identity(
+    at: impl AsFd,
+    path: impl rustix::path::Arg,
+    how: AtFlags,
+) -> rustix::io::Result<(u32, u32, u64)> {
+    let of = rustix::fs::statx(at, path, how | AtFlags::STATX_DONT_SYNC, StatxFlags::INO)?;
+    Ok((of.stx_dev_major, of.stx_dev_minor, of.stx_ino))
 }
 
-/// Returns whether the process lives that had this number and this start in this process's namespaces; `None`: this process can't tell.
-pub fn lives(number: u32, start: u64) -> Option<bool> {
-    let pid = Pid::from_raw(i32::try_from(number).ok()?)?;
-    let fd = match pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(fd) => fd,
-        // No process's number, or by now that of a thread.
-        Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Some(false),
-        Err(_) => return None,
-    };
-    // A process that has ended and waits for its parent: whichever it was.
-    if ready(fd.as_fd(), PollFlags::IN, 0)? {
-        return Some(false);
-    }
-    let now = started(number)?;
-    Some(now == start)
-}
-
-/// Returns the start time of the process with this number; `None`: there is none.
-pub fn started(pid: u32) -> Option<u64> {
-    let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is a name in parentheses that may contain any characters; the start is the 22nd field.
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-    let state = fields.next()?;
-    // A process that has ended and waits for its parent.
-    (state != "Z" && state != "X").then(|| fields.nth(18)?.parse().ok()).flatten()
-}
-
-/// Waits at most `milliseconds` (-1: for ever) until one of `events`, or an error, is there. `None`: interrupted.
-fn ready(fd: BorrowedFd<'_>, events: PollFlags, milliseconds: i32) -> Option<bool> {
-    let limit = u32::try_from(milliseconds).ok().map(|ms| rustix::time::Timespec {
-        tv_sec: i64::from(ms / 1000),
-        tv_nsec: i64::from(ms % 1000) * 1_000_000,
-    });
+/// Returns whether one of `events`, or an error, is there now. `None`: interrupted.
+fn ready(fd: BorrowedFd<'_>, events: PollFlags) -> Option<bool> {
     let mut polled = [PollFd::from_borrowed_fd(fd, events)];
-    poll(&mut polled, limit.as_ref()).ok().map(|n| n > 0)
+    poll(&mut polled, Some(&rustix::time::Timespec::default())).ok().map(|n| n > 0)
 }

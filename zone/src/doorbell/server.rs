@@ -5,7 +5,7 @@
 //! member has at most one connection; a second one is closed at once. The protocol has no messages from clients: a client that sends a byte is
 //! disconnected. The server keeps messages for a client that doesn't read, but none of members that have come and gone meanwhile.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -142,6 +142,12 @@ impl DoorbellServer {
         Self::start_with(zone, Box::new(NoStore))
     }
 
+    /// As [`Self::start`], beside VMs whose doorbells an earlier server has made, and that know their slots by these peer ids: no other one gets them.
+    pub fn start_beside(zone: Arc<Zone>, taken: BTreeSet<u16>) -> Result<(DoorbellServer, Receiver<Event>)> {
+        let hosts = host::listen(zone.uuid())?;
+        Self::begin(zone, hosts, Bells::default(), Box::new(NoStore), |work| work.taken = taken)
+    }
+
     /// As [`Self::start`]; the server's clients are kept in `store`.
     pub fn start_with(zone: Arc<Zone>, store: Box<dyn Store>) -> Result<(DoorbellServer, Receiver<Event>)> {
         let hosts = host::listen(zone.uuid())?;
@@ -169,6 +175,7 @@ impl DoorbellServer {
             listeners: BTreeMap::new(),
             clients: BTreeMap::new(),
             next_peer: Some(0),
+            taken: BTreeSet::new(),
             closed_until: None,
             store,
         };
@@ -254,9 +261,15 @@ impl DoorbellServer {
 
     /// Writes the peer ids of all connected doorbells into the member table again, where a member has changed them: a VM finds its slot by its own.
     pub fn restore(&self, zone: &Zone) -> Result<()> {
+        self.restore_beside(zone, &BTreeMap::new())
+    }
+
+    /// As [`Self::restore`]; members that are not connected have these ids, which an earlier server has given.
+    pub fn restore_beside(&self, zone: &Zone, earlier: &BTreeMap<MemberId, u16>) -> Result<()> {
         let bells = lock(&self.bells);
         for id in MemberId::all() {
             let peer = bells.iter().find(|(_, bell)| bell.member == id).map(|(peer, _)| *peer);
+            let peer = peer.or_else(|| earlier.get(&id).copied());
             if zone.doorbell(id)? != peer {
                 zone.set_doorbell(id, peer)?;
             }
@@ -326,6 +339,8 @@ pub(super) struct Work {
     listeners: BTreeMap<MemberId, Listening>,
     pub(super) clients: BTreeMap<u16, Client>,
     pub(super) next_peer: Option<u16>,
+    /// Ids that an earlier server has given.
+    taken: BTreeSet<u16>,
     /// No connection is accepted before this time.
     closed_until: Option<Instant>,
     store: Box<dyn Store>,
@@ -515,7 +530,11 @@ impl Work {
     /// Gives a connection its peer id and announces it to all clients.
     fn join(&mut self, member: MemberId, stream: Brief<UnixStream>) -> std::result::Result<(), String> {
         let is_alone = self.require_alone(member);
-        let next = || self.next_peer.ok_or("all 65536 peer ids were used; restart the zone".to_owned());
+        let next = || {
+            let mut left = self.next_peer.into_iter().flat_map(|next| next..=u16::MAX);
+            left.find(|id| !self.taken.contains(id))
+                .ok_or("all 65536 peer ids were used; restart the zone".to_owned())
+        };
         let peer = is_alone.and_then(|()| next()).inspect_err(|_| wire::refuse(&stream))?;
         self.clients.insert(peer, Client { member, stream, backlog: VecDeque::new(), is_kept: false });
         self.introduce(member, peer).map_err(|error| {

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Zones for VMs that tombolo does not start: a server per zone.
 //!
-//! The server owns the zone and listens for each VM that has a slot in the member table. The process that connects to a VM's socket is the VM:
-//! the server holds the slot's liveness until that process has ended, and its connection too: one that connects for a QEMU and passes the connection on may
-//! end first. Then it declares the VM dead, tells the other members, and keeps the slot for the VM's next start. `tombolo zone invite` and `expel` write and
+//! The server owns the zone and listens for each VM that has a slot in the member table. When a process connects to a VM's socket, the server locks the VM's slot with
+//! that process's own descriptor of the zone (pidfd_getfd(2)), which QEMU keeps until its end. So the kernel frees the slot with the VM's end, whatever has become of the
+//! server; a server that is started again finds its VMs by these locks. Where the kernel does not let the server have the descriptor, the VM is *assumed* to
+//! live: until the server sees the end of its process, and without that until the host's next boot.
+//!
+//! When a VM has ended, the server declares it dead, tells the other members, and keeps the slot for the VM's next start. `tombolo zone invite` and `expel` write and
 //! remove a record of the VM in the zone's [`room`]; the server reads the records once a second and needs no commands. It ends when no VM is invited any
 //! more. The VMs that the member table had when the server started are invited, too; afterwards the table, which each member can write, decides nothing.
 //!
-//! - [`room`]: the folder with the VMs' sockets, and the records by which a later server knows VMs that outlived an earlier one.
+//! - [`room`]: the folder with the VMs' sockets and invitations.
 //! - [`access`]: permissions of the sockets.
 //! - [`invitation`]: a VM's settings for joining, as QEMU's arguments and as libvirt's XML.
 //! - [`log`]: lines that no reader holds up.
@@ -20,37 +23,56 @@ pub mod room;
 pub mod start;
 
 use std::collections::BTreeMap;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use crate::doorbell::process::Process;
 use crate::doorbell::{DoorbellServer, Event, Knock};
-use crate::zone::HeldByOwner;
+use crate::zone::Holder;
 use crate::{Error, MemberId, MemberState, Result, Rights, Role, Zone};
-use room::Room;
+use room::{Room, Serving};
 
-/// Interval at which the server reads the invitations and stamps the owner's heartbeat.
+/// Interval at which the server reads the invitations, looks which VMs have ended and stamps the owner's heartbeat.
 const TICK: Duration = Duration::from_secs(1);
+/// Interval while something is about to happen: a VM opens the zone, or ends.
+const SOON: Duration = Duration::from_millis(10);
+/// For a process that has connected to open the zone. QEMU does so before it needs an answer, but may first fill the VM's own memory.
+const OPENING: Duration = Duration::from_secs(1);
 
-/// An event that the server handles.
-enum Happening {
-    Bell(Event),
-    /// The process of a VM has ended.
-    Ended(MemberId, Process),
-}
-
-/// A VM that has connected and not ended.
+/// A VM that was let in and has not ended.
+#[derive(Default)]
 struct Guest {
-    /// `None`: it can't be told, or it has ended and left its connection to another one, which is the VM.
+    /// Its slot is not locked by its process: no lock tells of its end.
+    assumed: bool,
+    /// Of one that is assumed. `None`: it can't be told, or it has ended and left its connection to another one, which is the VM.
     process: Option<Process>,
     /// The connections that were let in and of whose end nothing was heard.
     connections: u32,
-    /// The process has the zone in its memory: it is the VM, not one that passes its connection on.
-    is_vm: bool,
-    /// Dropped after the VM's death has been declared.
-    _liveness: HeldByOwner,
+}
+
+impl Guest {
+    fn may_have_ended(&self) -> bool {
+        self.assumed && self.process.as_ref().is_none_or(Process::has_ended)
+    }
+
+    /// Returns whether this is the process that was let in. No two processes that live have one number.
+    fn is_of(&self, process: &Process) -> bool {
+        let own = self.process.as_ref().filter(|own| !own.has_ended()).and_then(Process::number);
+        own.is_some() && own == process.number()
+    }
+}
+
+/// A VM that is let in, and how, for the log.
+type Admitted = (Guest, String);
+
+/// A process that has connected and not opened the zone yet.
+struct Comer {
+    knock: Knock,
+    process: Process,
+    since: Instant,
 }
 
 /// An invited VM.
@@ -64,39 +86,43 @@ pub struct Server {
     zone: Arc<Zone>,
     bells: DoorbellServer,
     room: Room,
-    happenings: Receiver<Happening>,
-    sender: Sender<Happening>,
+    serving: Serving,
+    events: Receiver<Event>,
     /// VMs that have a socket.
     listening: BTreeMap<MemberId, Invited>,
     guests: BTreeMap<MemberId, Guest>,
+    comers: BTreeMap<MemberId, Comer>,
+    /// The peer ids of VMs that an earlier server has let in: they know their slots by these.
+    earlier: BTreeMap<MemberId, u16>,
+    /// A doorbell has gone, so that its VM may be about to end.
+    hurries: bool,
 }
 
 impl Server {
-    /// Takes over the zone in a file and makes the sockets of the invited VMs.
+    /// Becomes the owner of the zone in a file and makes the sockets of the invited VMs. VMs of an earlier server go on.
     ///
     /// # Errors
-    /// [`Error::InUse`] if a process owns the zone, or VMs of an earlier server live; those of the system.
+    /// [`Error::InUse`] if a process owns the zone; those of the system.
     pub fn start(path: &Path) -> Result<Server> {
-        let zone = Arc::new(Zone::take_over(path)?);
+        let zone = Arc::new(Zone::own(path)?);
         let room = Room::of(zone.uuid())?;
         room.take_for(path)?;
         // Before this is known as the zone's server.
         room.clear_sockets()?;
-        room.note_server()?;
-        let (bells, events) = DoorbellServer::start(Arc::clone(&zone))?;
-        let (sender, happenings) = channel();
-        let forward = sender.clone();
-        std::thread::Builder::new()
-            .name("doorbell-events".to_owned())
-            .spawn(move || events.into_iter().all(|event| forward.send(Happening::Bell(event)).is_ok()))
-            .map_err(|e| Error::io("starting a thread", e))?;
-        let (listening, guests) = (BTreeMap::new(), BTreeMap::new());
-        let mut server = Server { zone, bells, room, happenings, sender, listening, guests };
+        let serving = room.begin()?;
+        let living = zone.members()?.into_iter().filter(|member| member.alive);
+        let earlier: BTreeMap<_, _> =
+            living.filter_map(|member| Some((member.id, member.doorbell?))).collect();
+        let (bells, events) =
+            DoorbellServer::start_beside(Arc::clone(&zone), earlier.values().copied().collect())?;
+        let (listening, guests, comers) = Default::default();
+        let mut server =
+            Server { zone, bells, room, serving, events, listening, guests, comers, earlier, hurries: false };
         // Those of the records first: members may have written names into all slots, and names that can't be served.
         let recorded = server.look();
         let adopted = server.adopt();
         let looked = recorded.and(server.look());
-        server.room.note_started()?;
+        server.serving.has_started()?;
         adopted?;
         if server.listening.is_empty() { looked.map(|()| server) } else { Ok(server) }
     }
@@ -110,9 +136,13 @@ impl Server {
         // The last error, which is reported once.
         let mut said: Option<String> = None;
         while !self.listening.is_empty() {
-            let done = match self.happenings.recv_timeout(next.saturating_duration_since(Instant::now())) {
-                Ok(Happening::Bell(event)) => self.hear(event, say),
-                Ok(Happening::Ended(member, process)) => self.ended(member, &process, say),
+            let soon = self.hurries || !self.comers.is_empty();
+            let left = next.saturating_duration_since(Instant::now());
+            let done = match self.events.recv_timeout(if soon { left.min(SOON) } else { left }) {
+                Ok(event) => self.hear(event, say),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < next => {
+                    self.welcome(say).and(self.end_those_that_ended(say))
+                }
                 Err(RecvTimeoutError::Timeout) => {
                     next = Instant::now() + TICK;
                     self.tend(say)
@@ -136,28 +166,16 @@ impl Server {
     }
 
     fn tend(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
+        self.hurries = false;
         self.zone.beat()?;
-        self.end_unwatched(say)?;
+        let welcomed = self.welcome(say);
+        self.lock_late();
+        self.end_those_that_ended(say)?;
         if !self.zone.reap()?.is_empty() {
             self.bells.ring_all()?;
         }
-        self.bells.restore(&self.zone)?;
-        let noted = self.note_vms();
-        self.look().and(noted)
-    }
-
-    /// Records which processes are VMs. QEMU connects before it maps the zone, so this is not known when it connects.
-    fn note_vms(&mut self) -> Result<()> {
-        for (id, guest) in self.guests.iter_mut().filter(|(_, guest)| !guest.is_vm) {
-            let (Some(process), Some(vm)) = (&guest.process, self.listening.get(id)) else { continue };
-            let Some(name) = process.name() else { continue };
-            // One that has ended by now may have left its number to another process.
-            if self.zone.is_mapped_by(name.pid) && !process.has_ended() {
-                self.room.note_as_vm(&vm.name, name, self.zone.header().session)?;
-                guest.is_vm = true;
-            }
-        }
-        Ok(())
+        self.bells.restore_beside(&self.zone, &self.earlier)?;
+        self.look().and(welcomed)
     }
 
     /// Invites the VMs of the member table: the folder of records does not outlive the host's next start, the zone's file does.
@@ -177,29 +195,32 @@ impl Server {
     fn look(&mut self) -> Result<()> {
         let mut invited = self.room.invited()?;
         let mut done = Ok(());
-        let expelled = |(id, vm): (&MemberId, &Invited)| {
-            (!invited.contains_key(&vm.name) && !self.guests.contains_key(id)).then_some(*id)
-        };
-        for id in self.listening.iter().filter_map(expelled).collect::<Vec<_>>() {
-            self.listening.remove(&id);
-            self.bells.unlisten(id)?;
-            done = done.and(self.zone.remove(id));
-        }
-        for (id, vm) in &mut self.listening {
-            // The rights of one that runs change when it has ended.
-            match invited.get(&vm.name) {
-                Some(Ok(rights)) if *rights != vm.rights && !self.guests.contains_key(id) => {
-                    vm.rights = *rights;
-                    done = done.and(self.zone.invite_to(*id, &vm.name, Role::Vm, vm.rights));
-                }
-                _ => {}
+        let ids: Vec<MemberId> = self.listening.keys().copied().collect();
+        for id in ids {
+            let name = &self.listening[&id].name;
+            let guest = self.guests.get(&id);
+            let is_expelled = match invited.get(name) {
+                None => guest.is_none() && !self.comers.contains_key(&id),
+                Some(Ok(None)) => guest.is_none_or(Guest::may_have_ended),
+                Some(_) => false,
+            };
+            if is_expelled {
+                let name = name.clone();
+                self.listening.remove(&id);
+                self.bells.unlisten(id)?;
+                done = done.and(self.forget(id)).and_then(|()| self.room.expel(&name));
+                invited.remove(&name);
             }
         }
-        // What a member wrote into the slots of VMs that don't run; those of running ones are the zone's to restore.
-        for (id, vm) in self.listening.iter().filter(|(id, _)| !self.guests.contains_key(id)) {
+        for (id, vm) in self.listening.iter_mut().filter(|(id, _)| !self.guests.contains_key(id)) {
+            // The rights of one that runs change when it has ended.
+            if let Some(Ok(Some(rights))) = invited.get(&vm.name) {
+                vm.rights = *rights;
+            }
+            // What a member wrote into the slots of VMs that don't run; those of running ones are the zone's to restore.
             let there = self.zone.member(*id)?;
             let kept = there.state == MemberState::Invited && there.role == Some(Role::Vm);
-            if !kept || there.name != vm.name || there.rights != vm.rights {
+            if !there.alive && (!kept || there.name != vm.name || there.rights != vm.rights) {
                 done = done.and(self.zone.invite_to(*id, &vm.name, Role::Vm, vm.rights));
             }
         }
@@ -213,9 +234,26 @@ impl Server {
         done
     }
 
-    /// Keeps a slot for a VM, and makes its socket.
-    fn open(&mut self, name: String, rights: Rights) -> Result<()> {
-        let id = self.zone.invite(&name, Role::Vm, rights)?;
+    /// Frees the slot of a VM that is not invited any more.
+    fn forget(&mut self, id: MemberId) -> Result<()> {
+        self.guests.remove(&id);
+        self.earlier.remove(&id);
+        self.zone.remove_assumed(id)
+    }
+
+    /// Keeps a slot for a VM, and makes its socket. One that an earlier server has let in lives in its slot. `rights`: `None` if it is to be expelled.
+    fn open(&mut self, name: String, rights: Option<Rights>) -> Result<()> {
+        let members = self.zone.members()?;
+        let is_it = |m: &&crate::Member| m.alive && m.role == Some(Role::Vm) && m.name == name;
+        let living = members.iter().find(is_it).filter(|m| !self.listening.contains_key(&m.id));
+        let (id, rights) = match (living, rights) {
+            (Some(there), _) => {
+                self.guests.insert(there.id, Guest { assumed: there.assumed, ..Guest::default() });
+                (there.id, there.rights)
+            }
+            (None, Some(rights)) => (self.zone.invite(&name, Role::Vm, rights)?, rights),
+            (None, None) => return self.room.expel(&name),
+        };
         let socket = self.room.socket(&name);
         self.bells.listen_at_the_door(id, &socket)?;
         access::give(&socket)?;
@@ -227,17 +265,14 @@ impl Server {
         match event {
             Event::Knocked { member, guest } => self.knocked(member, guest, say)?,
             Event::Joined { .. } => {}
-            // A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end.
-            Event::Left { member, why, .. } => match self.disconnected(member) {
-                Some(Guest { process: None, .. }) => self.end_guest(member, say)?,
-                Some(_) => say(format!("{}: its doorbell is gone: {why}", self.name(member))),
-                None => {}
-            },
+            Event::Left { member, why, .. } => {
+                if self.disconnected(member, say)? {
+                    say(format!("{}: its doorbell is gone: {why}", self.name(member)));
+                }
+            }
             Event::NotJoined { member, why } => {
                 say(format!("{}: it got no doorbell: {why}", self.name(member)));
-                if self.disconnected(member).is_some_and(|guest| guest.process.is_none()) {
-                    self.end_guest(member, say)?;
-                }
+                self.disconnected(member, say)?;
             }
             Event::Refused { member, why } => {
                 let who = member.map_or_else(|| "an unknown process".to_owned(), |id| self.name(id));
@@ -247,122 +282,195 @@ impl Server {
         Ok(())
     }
 
-    /// Notes that a VM's connection has ended.
-    fn disconnected(&mut self, id: MemberId) -> Option<&Guest> {
-        let guest = self.guests.get_mut(&id)?;
+    /// Notes that a VM's connection has ended. A VM ends with its process; without its doorbell it polls. If its process is not known, this is its end. Returns whether
+    /// it lives.
+    fn disconnected(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<bool> {
+        let Some(guest) = self.guests.get_mut(&id) else { return Ok(false) };
         guest.connections = guest.connections.saturating_sub(1);
-        Some(guest)
+        if guest.assumed && guest.process.is_none() && guest.connections == 0 {
+            self.end_guest(id, say)?;
+        }
+        self.end_if_ended(id, say)?;
+        self.hurries |= self.guests.contains_key(&id);
+        Ok(self.guests.contains_key(&id))
     }
 
     /// A process stands at a VM's socket.
     fn knocked(&mut self, id: MemberId, knock: Knock, say: &mut dyn FnMut(String)) -> Result<()> {
         // Its rights may have changed since the last look. Other VMs that a look has trouble with do not keep this one out.
         let looked = self.look();
-        let Some(Invited { name, rights }) = self.listening.get(&id) else { return looked };
-        let (name, rights) = (name.clone(), *rights);
-        let process = match knock.process() {
-            Ok(process) => process,
-            Err(e) => {
-                say(format!("{name}: refused: finding its process: {e}"));
-                return looked;
-            }
-        };
-        if let Some(there) = self.guests.get_mut(&id) {
-            if process.is_some() && there.process == process {
-                // A VM that comes back with a second device.
-                there.connections += 1;
-                self.bells.let_in(knock)?;
-                return looked;
-            }
-            // One that has a connection of whose end nothing was heard may have passed it on; one that is not known has not ended: that would have been heard.
-            if there.connections > 0 || there.process.as_ref().is_none_or(|p| !p.has_ended()) {
-                say(format!("{name}: refused: another process is this VM and lives; end one of the two"));
-                return looked;
-            }
-            self.end_guest(id, say)?;
+        if !self.listening.contains_key(&id) {
+            return looked;
         }
-        match self.admit(id, &name, rights, process.as_ref()) {
-            Ok(liveness) => {
-                let number = process
-                    .as_ref()
-                    .and_then(Process::number)
-                    .map_or_else(|| "of another namespace, or ended".to_owned(), |number| number.to_string());
-                self.guests.insert(id, Guest { process, connections: 1, is_vm: false, _liveness: liveness });
-                self.bells.let_in(knock)?;
-                say(format!("{name}: connected, process {number}"));
+        self.end_if_ended(id, say)?;
+        if self.comers.contains_key(&id) {
+            let why = "another process connects at this moment".to_owned();
+            self.let_in(id, knock, Err(why), say)?;
+            return looked;
+        }
+        match knock.process() {
+            Ok(Some(process)) => self.receive(id, Comer { knock, process, since: Instant::now() }, say)?,
+            Ok(None) => {
+                let admitted = self.assume(id, None, "the kernel does not tell which process it is");
+                self.let_in(id, knock, admitted, say)?;
             }
-            Err(e) => say(format!("{name}: refused: {e}")),
+            Err(e) => self.let_in(id, knock, Err(format!("finding its process: {e}")), say)?,
         }
         looked
     }
 
-    /// Makes a VM count as alive, before it gets an answer. It gets none while the zone is repaired. If this server dies, the next command and the next server
-    /// find the VM by its record.
-    fn admit(
+    /// Looks again whether the processes that have connected have opened the zone.
+    fn welcome(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
+        let comers = std::mem::take(&mut self.comers);
+        comers.into_iter().fold(Ok(()), |done, (id, comer)| done.and(self.receive(id, comer, say)))
+    }
+
+    /// Lets a VM in once its process has opened the zone and so can hold the slot.
+    fn receive(&mut self, id: MemberId, comer: Comer, say: &mut dyn FnMut(String)) -> Result<()> {
+        let admitted = match self.lock(id, &comer.process) {
+            Ok(None) if comer.process.has_ended() => {
+                let (knock, why) = (comer.knock, "the process that connected has ended");
+                let admitted = self.assume(id, None, why);
+                return self.let_in(id, knock, admitted, say);
+            }
+            Ok(None) if comer.since.elapsed() < OPENING => {
+                self.comers.insert(id, comer);
+                return Ok(());
+            }
+            Ok(None) => Some(format!("it has not opened the zone within {} s", OPENING.as_secs())),
+            Ok(Some(guest)) => return self.let_in(id, comer.knock, Ok(guest), say),
+            Err(Error::Io { what, cause }) => Some(format!("{what}: {cause}")),
+            Err(e) => return self.let_in(id, comer.knock, Err(e.to_string()), say),
+        };
+        let Comer { knock, process, .. } = comer;
+        let admitted = self.assume(id, Some(process), &admitted.unwrap_or_default());
+        self.let_in(id, knock, admitted, say)
+    }
+
+    /// Has a VM's process hold the VM's slot. `None`: it has not opened the zone.
+    fn lock(&self, id: MemberId, process: &Process) -> Result<Option<Admitted>> {
+        if self.guests.get(&id).is_some_and(|there| there.assumed && !there.is_of(process)) {
+            return Err(self.is_taken(id));
+        }
+        let theirs = process.descriptors_of(self.zone.as_fd());
+        let theirs = theirs.map_err(|e| Error::io("the process's descriptors of the zone", e))?;
+        for fd in &theirs {
+            let held = self.zone.hold_by(id, fd.as_fd())?;
+            if held == Holder::Another {
+                continue;
+            }
+            if held == Holder::New && !self.guests.contains_key(&id) {
+                self.activate(id)?;
+            }
+            return Ok(Some((Guest::default(), "which holds its slot".to_owned())));
+        }
+        if theirs.is_empty() { Ok(None) } else { Err(self.is_taken(id)) }
+    }
+
+    /// Counts a VM as living whose process can't hold its slot.
+    fn assume(
         &self,
         id: MemberId,
-        name: &str,
-        rights: Rights,
-        process: Option<&Process>,
-    ) -> Result<HeldByOwner> {
-        let liveness = self.zone.hold_as_owner(id)?;
-        // The end of one that is refused is no VM's.
-        if let Some(process) = process {
-            self.watch(id, process.clone())?;
-        }
-        if !rights.write {
-            // It can't write to its slot, so the server marks it active.
-            self.zone.activate(id)?;
-        }
-        // Last, so that none is left of one that is refused.
-        match process.and_then(Process::name) {
-            Some(process) => self.room.note(name, process)?,
-            // No record of a former one is left.
-            None => self.room.forget(name)?,
-        }
-        Ok(liveness)
-    }
-
-    /// Ends the VMs whose processes have ended without being heard: a thread that waits for that may have found no memory.
-    fn end_unwatched(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
-        let processes = self.guests.iter().filter_map(|(id, guest)| Some((*id, guest.process.clone()?)));
-        let ended: Vec<_> = processes.filter(|(_, process)| process.has_ended()).collect();
-        ended.into_iter().try_for_each(|(id, process)| self.ended(id, &process, say))
-    }
-
-    /// Starts a thread that waits for a process's end.
-    fn watch(&self, id: MemberId, process: Process) -> Result<()> {
-        let sender = self.sender.clone();
-        let wait = move || {
-            process.wait_ended();
-            // The server may have ended.
-            let _ = sender.send(Happening::Ended(id, process));
+        process: Option<Process>,
+        why: &str,
+    ) -> std::result::Result<Admitted, String> {
+        let assumed = || {
+            if self.guests.contains_key(&id) || self.zone.member(id)?.alive {
+                return Err(self.is_taken(id));
+            }
+            self.zone.assume(id)?;
+            self.activate(id)
         };
-        let thread = std::thread::Builder::new().name("vm-process".to_owned()).spawn(wait);
-        thread.map(drop).map_err(|e| Error::io("starting a thread", e))
+        assumed().map_err(|e| e.to_string())?;
+        let how = format!(
+            "which does not hold its slot, so that a server that follows this one does not see its end: {why}"
+        );
+        Ok((Guest { assumed: true, process, connections: 0 }, how))
     }
 
-    fn ended(&mut self, id: MemberId, process: &Process, say: &mut dyn FnMut(String)) -> Result<()> {
-        let Some(guest) = self.guests.get_mut(&id).filter(|g| g.process.as_ref() == Some(process)) else {
-            return Ok(());
+    /// A VM that may only read can't write to its slot that it is there.
+    fn activate(&self, id: MemberId) -> Result<()> {
+        let reads = self.listening.get(&id).is_some_and(|vm| !vm.rights.write);
+        if reads { self.zone.activate(id).map(drop) } else { Ok(()) }
+    }
+
+    fn is_taken(&self, id: MemberId) -> Error {
+        Error::Member {
+            zone: self.zone.name().to_owned(),
+            member: self.name(id),
+            why: "another process is this VM and lives; end one of the two. If it has ended and holds no lock: tombolo zone expel --force"
+                .to_owned(),
+        }
+    }
+
+    fn let_in(
+        &mut self,
+        id: MemberId,
+        knock: Knock,
+        admitted: std::result::Result<Admitted, String>,
+        say: &mut dyn FnMut(String),
+    ) -> Result<()> {
+        let name = self.name(id);
+        let (guest, how) = match admitted {
+            Ok(admitted) => admitted,
+            Err(why) => {
+                say(format!("{name}: refused: {why}"));
+                return Ok(());
+            }
         };
-        if guest.connections == 0 {
+        let process = knock.process().ok().flatten().and_then(|process| process.number());
+        let process = process.map_or("?".to_owned(), |number| number.to_string());
+        let there = self.guests.entry(id).or_default();
+        *there = Guest { connections: there.connections + 1, ..guest };
+        // It knows its slot by another one from now on.
+        self.earlier.remove(&id);
+        self.bells.let_in(knock)?;
+        say(format!("{name}: connected, process {process}, {how}"));
+        Ok(())
+    }
+
+    /// Ends the VMs that have ended, and has those hold their slots that have opened the zone after they were let in.
+    fn end_those_that_ended(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
+        let ids: Vec<MemberId> = self.guests.keys().copied().collect();
+        ids.into_iter().try_for_each(|id| self.end_if_ended(id, say))
+    }
+
+    fn end_if_ended(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
+        let Some(guest) = self.guests.get_mut(&id) else { return Ok(()) };
+        let has_ended = match &guest.process {
+            Some(process) if guest.assumed => process.has_ended(),
+            _ => !guest.assumed && !self.zone.is_held(id)?,
+        };
+        if has_ended && guest.connections == 0 {
             return self.end_guest(id, say);
         }
-        // Another process may have the connection, and is the VM then. If none has it, the server hears the connection's end at once. The record of the process that
-        // has ended would say that the VM has ended.
-        guest.process = None;
-        self.room.forget(&self.name(id))
+        if has_ended {
+            // Another process may have the connection, and is the VM then. If none has it, the server hears the connection's end at once.
+            *guest = Guest { assumed: true, process: None, connections: guest.connections };
+            self.zone.assume(id)?;
+        }
+        Ok(())
+    }
+
+    /// Has VMs hold their slots that were let in before they opened the zone.
+    fn lock_late(&mut self) {
+        let holds = |(id, guest): &(&MemberId, &Guest)| {
+            let process = guest.process.as_ref().filter(|_| guest.assumed);
+            process.is_some_and(|process| self.lock(**id, process).is_ok_and(|held| held.is_some()))
+        };
+        let late: Vec<MemberId> = self.guests.iter().filter(holds).map(|(id, _)| *id).collect();
+        for id in late {
+            self.guests.entry(id).and_modify(|guest| guest.assumed = false);
+        }
     }
 
     /// Ends a VM's epoch and keeps its slot for its next start.
     fn end_guest(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
-        let Some(guest) = self.guests.remove(&id) else { return Ok(()) };
+        self.guests.remove(&id);
+        self.earlier.remove(&id);
         let name = self.name(id);
         let died = self.zone.declare_dead(id)?;
-        drop(guest);
         self.bells.ring_all()?;
-        self.room.forget(&name)?;
         if let Some(Invited { name, rights }) = self.listening.get(&id) {
             self.zone.invite_to(id, name, Role::Vm, *rights)?;
         }
@@ -372,65 +480,5 @@ impl Server {
 
     fn name(&self, id: MemberId) -> String {
         self.listening.get(&id).map_or_else(|| format!("member {id}"), |vm| vm.name.clone())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::net::{UnixListener, UnixStream};
-    use std::process::Command;
-
-    use super::*;
-    use crate::{Backing, ZoneConfig};
-
-    /// A process that has connected, and ended.
-    fn ended_process(dir: &Path) -> Process {
-        let path = dir.join("connect");
-        let listener = UnixListener::bind(&path).unwrap();
-        let script =
-            "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.connect(sys.argv[1])\ns.recv(1)";
-        let mut child = Command::new("python3").args(["-c", script]).arg(&path).spawn().unwrap();
-        let (stream, _) = listener.accept().unwrap();
-        let process = Process::of(&stream).unwrap().unwrap();
-        std::fs::remove_file(&path).unwrap();
-        drop(stream);
-        child.wait().unwrap();
-        process
-    }
-
-    /// In a process of its own, whose folder of sockets is a new one.
-    #[test]
-    fn a_vm_whose_end_nothing_has_told_ends_once_its_connection_has_ended_too() {
-        let Some(folder) = std::env::var_os("TOMBOLO_TEST_FOLDER") else {
-            let dir = tempfile::tempdir().unwrap();
-            let mut own = Command::new(std::env::current_exe().unwrap());
-            let name = "serve::tests::a_vm_whose_end_nothing_has_told_ends_once_its_connection_has_ended_too";
-            own.args(["--exact", name, "--nocapture"]).env("TOMBOLO_TEST_FOLDER", dir.path());
-            assert!(own.env("TOMBOLO_ZONES_RUN", dir.path().join("zones")).status().unwrap().success());
-            return;
-        };
-        let dir = Path::new(&folder);
-        let path = dir.join("zone");
-        let zone = Zone::create(&ZoneConfig::new("z", 8 << 20).backing(Backing::File(path.clone()))).unwrap();
-        let id = zone.invite("a", Role::Vm, Rights::READ_WRITE).unwrap();
-        drop(zone);
-        let mut server = Server::start(&path).unwrap();
-        let process = Some(ended_process(dir));
-        let _liveness = server.zone.hold_as_owner(id).unwrap();
-        server.guests.insert(id, Guest { process, connections: 1, is_vm: true, _liveness });
-        let mut said = Vec::new();
-        // One that comes before that was heard does not take the place of the process that has the connection.
-        let _second = UnixStream::connect(server.room.socket("a")).unwrap();
-        let Happening::Bell(knock) = server.happenings.recv().unwrap() else { panic!("not of a doorbell") };
-        server.hear(knock, &mut |line| said.push(line)).unwrap();
-        assert!(said.pop().unwrap().starts_with("a: refused: another process is this VM"));
-        // Nor does the look for processes that have ended.
-        server.tend(&mut |line| said.push(line)).unwrap();
-        assert!(server.zone.member(id).unwrap().alive && server.guests[&id].process.is_none());
-        let guest = server.guests.get_mut(&id).unwrap();
-        (guest.process, guest.connections) = (Some(ended_process(dir)), 0);
-        server.tend(&mut |line| said.push(line)).unwrap();
-        assert!(!server.zone.member(id).unwrap().alive);
-        assert_eq!(said, ["a: ended"]);
     }
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The folder of a served zone: for each invited VM a socket and a record of the invitation, and a record of each running VM's process. Records
-//! outlive the server, so that a server's death does not make its VMs dead. No member of the zone can write here. A copy of a zone's file has the same
-//! UUID, so a record names the file that the room is of.
+//! The folder of a served zone: for each invited VM a socket and a record of the invitation, and a file that the server locks as long as it lives. No member of
+//! the zone can write here. A copy of a zone's file has the same UUID, so a record names the file that the room is of.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -15,15 +15,16 @@ use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use crate::doorbell::process::{self, Name, started};
+use crate::liveness::{self, Own};
 use crate::{Error, Result, Rights};
 
-/// The server's own record.
-const SERVER: &str = "server.process";
-/// The server's record while it does not know yet whom it serves.
-const STARTING: &str = "server.starting";
-/// What a VM's name has behind it in the name of the record of its process.
-const RECORD: &str = ".vm";
+/// The file that the server locks. It has the server's process number, for people.
+const SERVER: &str = "server.lock";
+/// The byte of it that is locked as long as the server lives, and the one while it does not know yet whom it serves.
+const LIVES: u32 = 0;
+const STARTS: u32 = 1;
+/// The text of an invitation that is taken back though no lock tells whether the VM has ended.
+const EXPELLED: &str = "expelled";
 /// The record of the zone's file: its device, number and path.
 const FILE: &str = "zone.file";
 /// The file that an invitation locks.
@@ -102,7 +103,7 @@ impl Room {
         let recorded = (number()?, number()?);
         let path = PathBuf::from(OsStr::from_bytes(parts.next()?));
         let is_there = || fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == recorded);
-        let is_other = recorded != (file.dev(), file.ino()) && (self.server().is_some() || is_there());
+        let is_other = recorded != (file.dev(), file.ino()) && (self.is_served() || is_there());
         is_other.then_some(path)
     }
 
@@ -204,18 +205,30 @@ impl Room {
         remove(&self.invitation(member))
     }
 
-    /// Returns the invited VMs and their rights, or why these can't be read: such a VM is invited still.
+    /// Has the server forget a VM that is only assumed to live, and its invitation.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn expel_assumed(&self, member: &str) -> Result<()> {
+        let path = self.invitation(member);
+        replace(&path, EXPELLED).map_err(|e| Error::io(format!("writing {}", path.display()), e))
+    }
+
+    /// Returns the invited VMs and their rights, or why these can't be read: such a VM is invited still. `None`: see [`Self::expel_assumed`].
     ///
     /// # Errors
     /// The folder can't be read.
-    pub fn invited(&self) -> Result<BTreeMap<String, Result<Rights>>> {
+    pub fn invited(&self) -> Result<BTreeMap<String, Result<Option<Rights>>>> {
         let mut found = BTreeMap::new();
         for path in self.entries()? {
             let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_suffix(".invited"));
             let Some(name) = name else { continue };
             let rights = match fs::read_to_string(&path) {
-                Ok(text) if text.trim() == "read-write" => Ok(Rights::READ_WRITE),
-                Ok(_) => Ok(Rights::READ_ONLY),
+                Ok(text) => Ok(match text.trim() {
+                    EXPELLED => None,
+                    "read-write" => Some(Rights::READ_WRITE),
+                    _ => Some(Rights::READ_ONLY),
+                }),
                 // One that is removed in this moment is not invited.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 Err(e) => Err(Error::io(format!("reading {}", path.display()), e)),
@@ -234,124 +247,54 @@ impl Room {
         }
     }
 
-    fn record(&self, member: &str) -> PathBuf {
-        self.0.join(format!("{member}{RECORD}"))
-    }
-
-    /// The file that says that a VM's record is of the VM itself, in which namespaces it is to be read, and in which of the zone's sessions it was written. An
-    /// earlier release knows the record alone; one that it has written is not the one that this file repeats.
-    fn namespaces(&self, member: &str) -> PathBuf {
-        self.0.join(format!("{member}.namespaces"))
-    }
-
-    /// Records the process that a VM has connected by. While it lives, the VM does.
+    /// Makes this process the zone's server, which is starting. The caller owns the zone.
     ///
     /// # Errors
-    /// Those of the file system.
-    pub fn note(&self, member: &str, process: Name) -> Result<()> {
-        written(self.record(member), &line(process.pid, Some(process.started)))
-    }
-
-    /// Records that the process of [`Self::note`] is the VM itself, in this session of the zone: when it has ended, the VM has. One that has only connected may
-    /// have passed its connection on.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn note_as_vm(&self, member: &str, process: Name, session: u64) -> Result<()> {
-        let Some(namespaces) = process::namespaces() else { return Ok(()) };
-        let record = line(process.pid, Some(process.started));
-        written(self.namespaces(member), &format!("{record} {namespaces} {session:x}"))
-    }
-
-    /// Forgets a VM's process.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn forget(&self, member: &str) -> Result<()> {
-        remove(&self.record(member))?;
-        remove(&self.namespaces(member))
-    }
-
-    /// Forgets the processes of all VMs.
-    ///
-    /// # Errors
-    /// The folder can't be read, and those of the file system.
-    pub fn forget_all(&self) -> Result<()> {
-        self.entries()?.iter().filter_map(|path| member_of(path)).try_for_each(|member| self.forget(member))
-    }
-
-    /// Returns whether the recorded process of a VM lives. `None`: no record of this session of the zone tells. One of an earlier session is of an earlier
-    /// life, where a server that had another folder for its records has let the VM in since.
-    pub fn lives(&self, member: &str, session: u64) -> Option<bool> {
-        let path = self.record(member);
-        if living(&path).is_some() {
-            return Some(true);
-        }
-        let record = std::fs::read_to_string(path).ok()?;
-        let there = std::fs::read_to_string(self.namespaces(member)).ok()?;
-        if there.trim() != format!("{} {} {session:x}", record.trim(), process::namespaces()?) {
-            return None;
-        }
-        let (number, start) = record.trim().split_once(' ')?;
-        process::lives(number.parse().ok()?, start.parse().ok()?)
-    }
-
-    /// Records this process as the zone's server, which is starting.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn note_server(&self) -> Result<()> {
-        let own = std::process::id();
-        [STARTING, SERVER].iter().try_for_each(|name| {
-            let path = self.0.join(name);
-            replace(&path, line(own, started(own)))
-                .map_err(|e| Error::io(format!("writing {}", path.display()), e))
-        })
-    }
-
-    /// Records that the server knows whom it serves: it takes no name from the member table any more.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn note_started(&self) -> Result<()> {
-        remove(&self.0.join(STARTING))
+    /// Those of the file system, and a server that lives.
+    pub(crate) fn begin(&self) -> Result<Serving> {
+        let path = self.0.join(SERVER);
+        let failed = |e| Error::io(format!("writing {}", path.display()), e);
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
+        let file = file.map_err(failed)?;
+        let lock = Own::try_hold(file.as_fd(), LIVES)?
+            .ok_or_else(|| failed(io::Error::other("another server has it locked")))?;
+        lock.set(STARTS, true)?;
+        let line = format!("{}\n", std::process::id());
+        file.set_len(0).and_then(|()| (&file).write_all(line.as_bytes())).map_err(failed)?;
+        Ok(Serving { lock })
     }
 
     /// Returns whether the zone's server is starting.
     pub fn is_starting(&self) -> bool {
-        living(&self.0.join(STARTING)).is_some()
+        self.has_locked(STARTS)
     }
 
-    /// Returns the process of the zone's server, if it lives.
-    pub fn server(&self) -> Option<u32> {
-        living(&self.0.join(SERVER))
+    /// Returns whether the zone's server lives.
+    pub fn is_served(&self) -> bool {
+        self.has_locked(LIVES)
     }
 
-    /// Returns the VMs whose processes live, with the processes' numbers.
+    fn has_locked(&self, byte: u32) -> bool {
+        let file = File::open(self.0.join(SERVER));
+        file.is_ok_and(|file| liveness::is_held(file.as_fd(), byte).is_ok_and(|held| held))
+    }
+}
+
+/// What [`Room::begin`] gives. Dropping it ends the service.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    lock: Own,
+}
+
+impl Serving {
+    /// Tells that the server knows whom it serves: it takes no name from the member table any more.
     ///
     /// # Errors
-    /// The folder exists and can't be read, or another user has made it since this value was made.
-    pub fn vms(&self) -> Result<Vec<(String, u32)>> {
-        check(&self.0)?;
-        let mut found = Vec::new();
-        for path in self.entries()? {
-            if let (Some(name), Some(pid)) = (member_of(&path), living(&path)) {
-                found.push((name.to_owned(), pid));
-            }
-        }
-        found.sort();
-        Ok(found)
+    /// Those of fcntl(2).
+    pub(crate) fn has_started(&self) -> Result<()> {
+        self.lock.set(STARTS, false)
     }
-}
-
-/// Number and start of a process.
-fn line(pid: u32, started: Option<u64>) -> String {
-    format!("{pid} {}", started.unwrap_or(0))
-}
-
-/// The VM whose record a file is.
-fn member_of(path: &Path) -> Option<&str> {
-    path.file_name()?.to_str()?.strip_suffix(RECORD)
 }
 
 /// Removes a file that may be missing.
@@ -374,19 +317,6 @@ fn replace(path: &Path, line: impl Into<OsString>) -> io::Result<()> {
     replaced.inspect_err(|_| drop(fs::remove_file(&new)))
 }
 
-/// As [`replace`], with an error that names the file.
-fn written(path: PathBuf, line: &str) -> Result<()> {
-    replace(&path, line).map_err(|e| Error::io(format!("writing {}", path.display()), e))
-}
-
-/// Returns the process of a record, if it lives.
-fn living(path: &Path) -> Option<u32> {
-    let text = fs::read_to_string(path).ok()?;
-    let (pid, start) = text.trim().split_once(' ')?;
-    let pid = pid.parse().ok()?;
-    (started(pid)? == start.parse::<u64>().ok()?).then_some(pid)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -403,12 +333,8 @@ mod tests {
         for base in [&open, &link] {
             let room = Room(base.join("z"));
             let ports = base.join("ports");
-            let refused = [
-                room.make().unwrap_err(),
-                room.vms().unwrap_err(),
-                check(&ports).unwrap_err(),
-                make_folder(&ports).unwrap_err(),
-            ];
+            let refused =
+                [room.make().unwrap_err(), check(&ports).unwrap_err(), make_folder(&ports).unwrap_err()];
             for e in refused.map(|e| e.to_string()) {
                 assert!(e.contains("not a folder that only you can write to"), "{e}");
             }
@@ -422,26 +348,21 @@ mod tests {
     }
 
     #[test]
-    fn a_record_names_a_process_only_while_it_lives() {
+    fn a_server_is_known_while_it_lives_and_invitations_until_they_are_taken_back() {
         let dir = tempfile::tempdir().unwrap();
         let room = Room(dir.path().join("zones").join("z"));
-        assert_eq!(room.vms().unwrap(), []);
         room.make().unwrap();
-        assert_eq!(room.server(), None);
-        room.note_server().unwrap();
-        assert_eq!(room.server(), Some(std::process::id()));
+        assert!(!room.is_served());
+        let serving = room.begin().unwrap();
+        assert!(room.is_served() && room.is_starting() && room.begin().is_err());
+        serving.has_started().unwrap();
+        assert!(room.is_served() && !room.is_starting());
+        drop(serving);
+        assert!(!room.is_served());
         let turn = room.turn().unwrap();
         assert!(turn.is_some() && room.turn().unwrap().is_none());
         drop(turn);
         assert!(room.turn().unwrap().is_some());
-        // The same number with another start is another process.
-        let own = std::process::id();
-        replace(&room.record("old"), line(own, started(own).map(|s| s - 1))).unwrap();
-        replace(&room.record("new"), line(own, started(own))).unwrap();
-        assert_eq!(room.vms().unwrap(), [("new".to_owned(), own)]);
-        room.forget("new").unwrap();
-        room.forget("new").unwrap();
-        assert_eq!(room.vms().unwrap(), []);
         for (name, rights) in
             [("a", Rights::READ_ONLY), ("a.b", Rights::READ_WRITE), ("a", Rights::READ_WRITE)]
         {
@@ -450,11 +371,12 @@ mod tests {
         room.invite("c", Rights::READ_ONLY).unwrap();
         room.expel("a.b").unwrap();
         room.expel("a.b").unwrap();
-        let invited = [("a".to_owned(), Rights::READ_WRITE), ("c".to_owned(), Rights::READ_ONLY)];
-        let read = || -> BTreeMap<String, Option<Rights>> {
+        room.expel_assumed("d").unwrap();
+        let invited = [("a", Some(Rights::READ_WRITE)), ("c", Some(Rights::READ_ONLY)), ("d", None)];
+        let read = || -> BTreeMap<String, Option<Option<Rights>>> {
             room.invited().unwrap().into_iter().map(|(name, rights)| (name, rights.ok())).collect()
         };
-        assert_eq!(read(), invited.map(|(name, rights)| (name, Some(rights))).into());
+        assert_eq!(read(), invited.map(|(name, rights)| (name.to_owned(), Some(rights))).into());
         // One that can't be read at this moment is no one that was removed.
         fs::remove_file(room.invitation("c")).unwrap();
         fs::create_dir(room.invitation("c")).unwrap();

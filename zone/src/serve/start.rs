@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 
 use super::invitation::Invitation;
 use super::room::Room;
-use crate::{Error, MemberId, MemberState, Rights, Role, Zone};
+use crate::{MemberId, MemberState, Rights, Role, Zone};
 
 /// Timeout for a server to make a socket: it reads the member table once a second.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -24,28 +24,20 @@ const OWNERS: Duration = Duration::from_secs(2);
 /// The zone is a running project's, the VM is in it with other rights, or no server starts.
 pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyhow::Result<Invitation> {
     let path = path.canonicalize().with_context(|| format!("the zone's file {}", path.display()))?;
-    let room = Room::of(Zone::open(&path, false)?.uuid())?;
+    let zone = Zone::open(&path, true)?;
+    let room = Room::of(zone.uuid())?;
     let turn = turn(&room, &path)?;
     room.take_for(&path)?;
-    // After a crash of the host, say, nobody but an owner knows that the VMs of the table have ended.
-    let is_served = |zone: &Zone| -> crate::Result<bool> {
-        Ok(zone.is_owner() || !zone.has_owner()? || room.server().is_some())
-    };
     let began = Instant::now();
-    let zone = loop {
-        let zone = Zone::take_over_or_open(&path)?;
-        if is_served(&zone)? || began.elapsed() > OWNERS {
-            break zone;
+    while zone.has_owner()? && !room.is_served() {
+        if began.elapsed() > OWNERS {
+            bail!(
+                "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
+                 name the VM in that project's compose file, or end it first",
+                path.display()
+            );
         }
-        drop(zone);
         std::thread::sleep(Duration::from_millis(20));
-    };
-    if !is_served(&zone)? {
-        bail!(
-            "{}: the zone belongs to a process that serves no VMs of others (a project that is up, or a mount); \
-             name the VM in that project's compose file, or end it first",
-            path.display()
-        );
     }
     let known = zone.members()?.into_iter().find(|m| m.name == member && m.state != MemberState::Empty);
     match known {
@@ -58,12 +50,10 @@ pub fn invite(path: &Path, member: &str, rights: Rights, program: &Path) -> anyh
         ),
         _ => drop(zone.invite(member, Role::Vm, rights)?),
     }
-    let is_new = !room.invited()?.contains_key(member);
+    let is_new = !is_invited(&room, member)?;
     room.invite(member, rights)?;
     let socket = room.socket(member);
     let (name, uuid, size) = (zone.name().to_owned(), zone.uuid(), zone.size());
-    // A server does not take a zone over that other processes could write to, if VMs may have outlived an earlier one.
-    drop(zone);
     if let Err(error) = serve(&path, &room, &socket, program, turn) {
         // It would get the next slot that is free.
         return Err(match if is_new { withdraw(&path, &room, member) } else { Ok(()) } {
@@ -104,16 +94,15 @@ fn turn(room: &Room, path: &Path) -> anyhow::Result<File> {
 }
 
 /// Forgets the invitation of a VM that is not running, and frees its slot. The zone's server does that, where there is one, and removes the VM's socket: an
-/// invitation that it found in place of the former one would get a second slot.
+/// invitation that it found in place of the former one would get a second slot. `force`: also of one that is only assumed to live.
 ///
 /// # Errors
 /// There is no such VM, it is running, or the server does nothing.
-pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
-    let room = Room::of(Zone::open(path, false)?.uuid())?;
+pub fn expel(path: &Path, member: &str, force: bool) -> anyhow::Result<()> {
+    let zone = Zone::open(path, true)?;
+    let room = Room::of(zone.uuid())?;
     let turn = turn(&room, path)?;
     room.take_for(path)?;
-    // Alone, so that no server that another command starts meets this process as the owner.
-    let zone = Zone::take_over_or_open(path)?;
     // A server that is starting invites whom the member table has.
     let began = Instant::now();
     while room.is_starting() && began.elapsed() < TIMEOUT {
@@ -126,24 +115,25 @@ pub fn expel(path: &Path, member: &str) -> anyhow::Result<()> {
         let names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
         bail!("{}: no VM is called '{member}'; the zone has: {}", path.display(), names.join(", "));
     }
-    let vms = room.vms()?;
-    if let Some((_, pid)) = vms.iter().find(|(name, _)| name == member) {
-        bail!("{}: the VM '{member}' lives (process {pid}); stop it first", path.display());
-    }
-    if there.is_some_and(|there| there.alive) {
-        bail!(
-            "{}: the VM '{member}' lives, or it is not known that it has ended; stop it first",
+    match there {
+        Some(there) if there.alive && !there.assumed => {
+            bail!("{}: the VM '{member}' lives; stop it first", path.display())
+        }
+        Some(there) if there.assumed && !force => bail!(
+            "{}: the VM '{member}' lives, or has ended unseen: its process holds no lock. Stop it first; if it has ended, use --force",
             path.display()
-        );
+        ),
+        Some(there) if there.assumed => room.expel_assumed(member)?,
+        _ => room.expel(member)?,
     }
-    room.expel(member)?;
-    if room.server().is_some() {
+    if room.is_served() {
         // It looks once a second; others have their turn meanwhile.
         let slot = there.map(|there| there.id);
         drop((zone, turn));
         return forgotten(path, &room, member, slot);
     }
-    Ok(there.map_or(Ok(()), |there| zone.remove(there.id))?)
+    there.map_or(Ok(()), |there| zone.remove_assumed(there.id))?;
+    Ok(room.expel(member)?)
 }
 
 /// Waits until the zone's server has seen that a VM is not invited any more, or frees the VM's slot if the server ends before.
@@ -153,11 +143,11 @@ fn forgotten(path: &Path, room: &Room, member: &str, slot: Option<MemberId>) -> 
         let there = slot.map(|id| zone.member(id)).transpose()?;
         Ok(there.is_some_and(|there| there.name == member && there.state != MemberState::Empty))
     };
-    while room.server().is_some() {
+    while room.is_served() {
         let has_seen = !socket.exists();
         // It frees the slot then, where any member may write a name.
         let is_done = has_seen && (began.elapsed() > OWNERS || !is_kept(&Zone::open(path, false)?)?);
-        if is_done || room.invited()?.contains_key(member) {
+        if is_done || is_invited(room, member)? {
             return Ok(());
         }
         if began.elapsed() > TIMEOUT {
@@ -172,11 +162,19 @@ fn forgotten(path: &Path, room: &Room, member: &str, slot: Option<MemberId>) -> 
         std::thread::sleep(Duration::from_millis(20));
     }
     let _turn = turn(room, path)?;
-    let zone = Zone::take_over_or_open(path)?;
-    match slot {
-        Some(id) if is_kept(&zone)? && !room.invited()?.contains_key(member) => Ok(zone.remove(id)?),
-        _ => Ok(()),
+    let zone = Zone::open(path, true)?;
+    if is_invited(room, member)? {
+        return Ok(());
     }
+    if let Some(id) = slot.filter(|_| is_kept(&zone).is_ok_and(|kept| kept)) {
+        zone.remove_assumed(id)?;
+    }
+    Ok(room.expel(member)?)
+}
+
+/// Returns whether another process has invited the VM again.
+fn is_invited(room: &Room, member: &str) -> crate::Result<bool> {
+    Ok(!matches!(room.invited()?.get(member), None | Some(Ok(None))))
 }
 
 /// Waits until the socket exists, with a server of this program's unless another process serves the zone. The server looks once a second; others have their
@@ -184,14 +182,14 @@ fn forgotten(path: &Path, room: &Room, member: &str, slot: Option<MemberId>) -> 
 fn serve(path: &Path, room: &Room, socket: &Path, program: &Path, turn: File) -> anyhow::Result<()> {
     let began = Instant::now();
     let (mut own, mut turn): (Option<Child>, _) = (None, Some(turn));
-    while room.server().is_none() || room.is_starting() || !socket.exists() {
-        if room.server().is_some() {
+    while !room.is_served() || room.is_starting() || !socket.exists() {
+        if room.is_served() {
             turn = None;
         } else if own.is_none() {
             // One that was there may have ended, after its last VM was expelled.
             turn = turn.map_or_else(|| room.turn(), |turn| Ok(Some(turn)))?;
             let is_ending = began.elapsed() < OWNERS && Zone::open(path, false)?.has_owner()?;
-            if turn.is_some() && room.server().is_none() && !is_ending {
+            if turn.is_some() && !room.is_served() && !is_ending {
                 own = Some(spawn(path, room, program)?);
             }
         }
@@ -229,14 +227,7 @@ fn spawn(path: &Path, room: &Room, program: &Path) -> anyhow::Result<Child> {
 /// # Errors
 /// The first error of a zone.
 pub fn run(path: &Path, say: &mut dyn FnMut(String)) -> anyhow::Result<()> {
-    let server = match super::Server::start(path) {
-        Err(Error::InUse { by, .. }) => bail!(
-            "{} is in use by {by}; 'tombolo zone inspect' lists its members. Living members go on; the zone is served again when they have ended",
-            path.display()
-        ),
-        other => other?,
-    };
-    Ok(server.run(say)?)
+    Ok(super::Server::start(path)?.run(say)?)
 }
 
 /// Returns the path of this program, by which a server is started.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::format::TMB_EPOCH_END as EPOCH_END;
-use crate::member::{Member, MemberId, Rights, Role};
+use crate::member::{HeldBy, Member, MemberId, MemberState, Rights, Role};
 
 /// The member that has a slot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,9 +20,8 @@ pub(super) struct Tenant {
     pub rights: Rights,
     /// A process has held its liveness: once none does, it has ended.
     pub lived: bool,
-    /// See [`Member::held_by_vm`].
     #[serde(default)]
-    pub held_by_vm: bool,
+    pub held_by: HeldBy,
 }
 
 /// The record of one slot.
@@ -65,14 +64,38 @@ impl Ledger {
         self.with(id, |entry| entry.tenant.as_ref().map(|tenant| tenant.name.clone()))
     }
 
+    /// Returns whether a member lives though no lock says so.
+    pub fn is_assumed(&self, id: MemberId) -> bool {
+        self.with(id, |entry| entry.tenant.as_ref().is_some_and(|tenant| tenant.held_by == HeldBy::Nobody))
+    }
+
     /// Puts what the owner knows of a living member into a copy of its slot.
     pub fn correct(&self, member: &mut Member) {
         self.with(member.id, |entry| {
             if let Some(tenant) = entry.tenant.as_ref().filter(|_| member.alive) {
-                (member.name, member.role, member.rights) = (tenant.name.clone(), tenant.role, tenant.rights);
-                member.held_by_vm = tenant.held_by_vm;
+                (member.name, member.role) = (tenant.name.clone(), tenant.role);
+                (member.rights, member.held_by) = (tenant.rights, tenant.held_by);
             }
         });
+    }
+
+    /// Learns of a living member by its slot, unless the owner knows it. Returns what the owner knows, and whether that is new.
+    pub fn learn(&self, copy: &Member) -> (Tenant, bool) {
+        self.with(copy.id, |entry| {
+            let is_new = entry.tenant.is_none();
+            let tenant = entry.tenant.get_or_insert_with(|| Tenant {
+                name: copy.name.clone(),
+                role: copy.role,
+                rights: copy.rights,
+                lived: true,
+                held_by: if copy.assumed { HeldBy::Nobody } else { copy.held_by },
+            });
+            tenant.lived = true;
+            if copy.state == MemberState::Active && copy.epoch < EPOCH_END {
+                entry.epoch = entry.epoch.max(copy.epoch);
+            }
+            (tenant.clone(), is_new)
+        })
     }
 }
 

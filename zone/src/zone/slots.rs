@@ -2,14 +2,14 @@
 //! The slots of the member table: how members are invited, come, leave, die and are forgotten.
 
 use std::mem::offset_of;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use super::ledger::{self, Tenant};
-use super::{HeldByOwner, Membership, Zone};
+use super::{Membership, Zone};
 use crate::boot;
 use crate::format::{self, tmb_member};
 use crate::liveness::{self, Liveness, REPAIR_BYTE, TABLE_BYTE, member_byte};
-use crate::member::{self, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
+use crate::member::{self, HeldBy, Member, MemberId, MemberState, Pending, Rights, Role, name_to};
 use crate::{Error, Result};
 
 /// A name as slots have it.
@@ -17,6 +17,16 @@ type Name = [u8; format::TMB_NAME_LEN as usize];
 
 /// Tries of a compare-and-swap on a slot that is not the owner's to change, which a hostile member may write all the time.
 const CAS_TRIES: u32 = 64;
+
+/// Who holds a slot after [`Zone::hold_by`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// The description, since this moment.
+    New,
+    /// The description, since an earlier call.
+    Same,
+    Another,
+}
 
 impl Zone {
     /// All members that live, and all slots that are not empty.
@@ -28,31 +38,30 @@ impl Zone {
 
     /// A copy of one slot. The owner's has the name, the role and the rights that a living member came with.
     pub fn member(&self, id: MemberId) -> Result<Member> {
-        let alive = liveness::is_held(self.file.as_fd(), member_byte(id))?;
-        let mut member = self.copy(id, alive)?;
-        self.settle(std::slice::from_mut(&mut member))?;
-        Ok(member)
+        self.copy(id, self.is_held(id)?)
     }
 
-    fn copy(&self, id: MemberId, alive: bool) -> Result<Member> {
+    fn copy(&self, id: MemberId, held: bool) -> Result<Member> {
         let mut member = member::read(&self.mem, id)?;
-        member.alive = alive;
+        if let Some(owner) = &self.owner {
+            member.assumed = owner.ledger.is_assumed(id);
+        }
+        member.assumed &= !held;
+        member.alive = held || member.assumed;
         if let Some(owner) = &self.owner {
             owner.ledger.correct(&mut member);
         }
         Ok(member)
     }
 
-    /// All slots; alive is one that a process holds.
-    pub(super) fn slots_held(&self) -> Result<Vec<Member>> {
-        let alive = liveness::members_held(self.file.as_fd())?;
-        MemberId::all().map(|id| self.copy(id, alive >> id.index() & 1 != 0)).collect()
+    pub(super) fn slots(&self) -> Result<Vec<Member>> {
+        let held = liveness::members_held(self.file.as_fd())?;
+        MemberId::all().map(|id| self.copy(id, held >> id.index() & 1 != 0)).collect()
     }
 
-    fn slots(&self) -> Result<Vec<Member>> {
-        let mut slots = self.slots_held()?;
-        self.settle(&mut slots)?;
-        Ok(slots)
+    /// Returns whether a process holds a member's liveness.
+    pub(crate) fn is_held(&self, id: MemberId) -> Result<bool> {
+        liveness::is_held(self.file.as_fd(), member_byte(id))
     }
 
     /// Keeps a slot for a member of this name. A name that had a slot before gets it again (a VM that reboots), with its epoch, so that locks
@@ -101,7 +110,7 @@ impl Zone {
         let slot = slot.or_else(|| free(MemberState::Active)).or_else(|| free(MemberState::Damaged));
         // A slot that is only written to be invited may be a member's that comes later, unless the owner says whose slots it keeps. A process of the host holds
         // its slot from the moment at which it takes it. If nobody holds such a slot, its process died before it joined, or while it left.
-        let is_left = |m: &&Member| m.role == Some(Role::Host) && m.doorbell.is_none() && m.let_in == 0;
+        let is_left = |m: &&Member| m.role == Some(Role::Host) && m.doorbell.is_none();
         let left = || slots.iter().filter(|m| !m.alive && m.state == MemberState::Invited).find(is_left);
         let slot = slot.or_else(|| match promised {
             Some(_) => free(MemberState::Invited),
@@ -144,8 +153,8 @@ impl Zone {
         self.mem.store_u64(id.at(base), format::state_epoch(format::TMB_MEMBER_EMPTY, epoch))?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
         self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role.raw())?;
-        self.store_rights(id, rights, false)?;
-        self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
+        self.store_rights(id, rights, HeldBy::Unknown)?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, boot)), boot::number())?;
         self.mem.write(id.at(offset_of!(tmb_member, name)), &field)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, pending)), 0)?;
         self.mem.store_u64(id.at(offset_of!(tmb_member, heartbeat_ns)), 0)?;
@@ -155,7 +164,7 @@ impl Zone {
         }
         if let Some(owner) = &self.owner {
             let name = name.to_owned();
-            let tenant = Tenant { name, role: Some(role), rights, lived: false, held_by_vm: false };
+            let tenant = Tenant { name, role: Some(role), rights, lived: false, held_by: HeldBy::Unknown };
             owner.ledger.with(id, |entry| entry.tenant = Some(tenant));
             owner.tell(id)?;
         }
@@ -259,15 +268,61 @@ impl Zone {
         Ok(held)
     }
 
-    /// As [`Self::hold`], by the owner for a VM that it has not started. One open file description holds the zone and the VM's slot, so the kernel frees both at
-    /// once when the owner dies: a slot that is free while the zone is owned is that of a VM that has ended.
-    pub(crate) fn hold_as_owner(&self, id: MemberId) -> Result<HeldByOwner> {
-        let Some(owner) = &self.owner else {
-            return Err(self.refuse_id(id, "is the owner's to hold".to_owned()));
-        };
-        let held = owner.lock.hold_too(member_byte(id))?.ok_or_else(|| self.refuse_second(id))?;
-        self.require_not_kept_out(id)?;
-        Ok(HeldByOwner { _held: held })
+    /// Has a VM's own process hold its slot, by the open file description of the zone that `theirs` is a copy of.
+    pub(crate) fn hold_by(&self, id: MemberId, theirs: BorrowedFd<'_>) -> Result<Holder> {
+        let failed = |e| Error::io("locking the zone's memory for a VM", e);
+        let was_held = self.is_held(id)?;
+        if !liveness::hold_by(theirs, member_byte(id)).map_err(failed)? {
+            return Ok(Holder::Another);
+        }
+        if was_held {
+            return Ok(Holder::Same);
+        }
+        if let Err(e) = self.require_not_kept_out(id) {
+            liveness::free(theirs, member_byte(id)).map_err(failed)?;
+            return Err(e);
+        }
+        self.tell_held_by(id, HeldBy::Vm)?;
+        Ok(Holder::New)
+    }
+
+    /// Has a VM count as living though its process does not hold its slot. For the owner.
+    pub(crate) fn assume(&self, id: MemberId) -> Result<()> {
+        self.tell_held_by(id, HeldBy::Nobody)?;
+        let refused = self.require_not_kept_out(id);
+        refused.or_else(|e| self.tell_held_by(id, HeldBy::Unknown).and(Err(e)))
+    }
+
+    /// Makes the slot of a member that does not live ready for another owner's.
+    pub(super) fn clear(&self, id: MemberId) -> Result<()> {
+        self.mark_dead(id)?;
+        self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
+        self.tell_held_by(id, HeldBy::Unknown)
+    }
+
+    /// Tells other processes that a VM's process was started with a copy of the descriptor that holds the VM's slot. Without an owner, they take that VM for
+    /// dead once nobody holds its slot. The slot's next member begins without this mark.
+    pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
+        self.tell_held_by(id, HeldBy::Vm)
+    }
+
+    fn tell_held_by(&self, id: MemberId, held_by: HeldBy) -> Result<()> {
+        if let Some(owner) = &self.owner {
+            owner
+                .ledger
+                .with(id, |entry| entry.tenant.iter_mut().for_each(|tenant| tenant.held_by = held_by));
+        }
+        self.mem.store_u32(id.at(offset_of!(tmb_member, boot)), boot::number())?;
+        self.store_rights(id, member::read(&self.mem, id)?.rights, held_by)
+    }
+
+    /// From now on the lock of the slot alone tells whether its member lives.
+    fn end_assumption(&self, id: MemberId) -> Result<()> {
+        self.store_rights(id, member::read(&self.mem, id)?.rights, HeldBy::Vm)
+    }
+
+    fn store_rights(&self, id: MemberId, rights: Rights, held_by: HeldBy) -> Result<()> {
+        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw() | held_by.raw())
     }
 
     /// Waits until nothing holds the slot: no process, and no mount of the kernel's.
@@ -289,22 +344,6 @@ impl Zone {
             ));
         }
         Ok(())
-    }
-
-    /// Tells other processes that a VM's process was started with a copy of the descriptor that holds the VM's slot. Without an owner, they take that VM for
-    /// dead once nobody holds its slot. The slot's next member begins without this mark.
-    pub fn tell_held_by_vm(&self, id: MemberId) -> Result<()> {
-        if let Some(owner) = &self.owner {
-            owner
-                .ledger
-                .with(id, |entry| entry.tenant.iter_mut().for_each(|tenant| tenant.held_by_vm = true));
-        }
-        self.store_rights(id, member::read(&self.mem, id)?.rights, true)
-    }
-
-    fn store_rights(&self, id: MemberId, rights: Rights, held_by_vm: bool) -> Result<()> {
-        let held = if held_by_vm { format::TMB_HELD_BY_VM } else { 0 };
-        self.mem.store_u32(id.at(offset_of!(tmb_member, rights)), rights.raw() | held)
     }
 
     /// Ends a membership: the slot is kept for a later join. The member holds no lock or reference any more.
@@ -349,6 +388,9 @@ impl Zone {
             if ended && self.bury(member.id)? {
                 dead.push(member.id);
             } else if let Some(owner) = &self.owner {
+                if member::read(&self.mem, member.id)?.assumed {
+                    self.end_assumption(member.id)?;
+                }
                 // It has left, or a member wrote that it has.
                 if owner.ledger.with(member.id, |entry| entry.tenant.take_if(|t| t.lived).is_some()) {
                     owner.tell(member.id)?;
@@ -360,8 +402,17 @@ impl Zone {
 
     /// Frees the slot of a member that does not live and won't come back. Its epoch goes on with the slot's next member.
     pub fn remove(&self, id: MemberId) -> Result<()> {
+        self.remove_if(id, &|member| !member.alive)
+    }
+
+    /// As [`Self::remove`], of a member that may be assumed to live: the caller knows that it has ended.
+    pub fn remove_assumed(&self, id: MemberId) -> Result<()> {
+        self.remove_if(id, &|member| !member.alive || member.assumed)
+    }
+
+    fn remove_if(&self, id: MemberId, has_ended: &dyn Fn(&Member) -> bool) -> Result<()> {
         let _table = liveness::hold_waiting(self.file.as_fd(), TABLE_BYTE)?;
-        if self.member(id)?.alive {
+        if !has_ended(&self.member(id)?) {
             return Err(self.refuse_id(id, "is in the zone; stop it first".to_owned()));
         }
         self.bury(id)?;
@@ -385,7 +436,7 @@ impl Zone {
             owner.tell(id)?;
         }
         self.mem.store_u32(id.at(offset_of!(tmb_member, doorbell)), 0)?;
-        self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), 0)?;
+        self.end_assumption(id)?;
         let died = self.mark_dead(id)?;
         if died {
             self.pend_others(id)?;
@@ -394,7 +445,7 @@ impl Zone {
     }
 
     /// Changes ACTIVE (or garbage) to DEAD in a new epoch, whatever the slot's present epoch. The caller holds the table's lock.
-    pub(super) fn mark_dead(&self, id: MemberId) -> Result<bool> {
+    fn mark_dead(&self, id: MemberId) -> Result<bool> {
         let at = id.at(offset_of!(tmb_member, state_epoch));
         let word = self.mem.load_u64(at)?;
         if !matches!(MemberState::from_word(word), MemberState::Active | MemberState::Damaged) {
@@ -410,22 +461,7 @@ impl Zone {
     fn restore(&self, copy: &Member) -> Result<()> {
         let Some(owner) = &self.owner else { return Ok(()) };
         let id = copy.id;
-        let mut is_new = false;
-        let known = owner.ledger.with(id, |entry| {
-            is_new = entry.tenant.is_none();
-            let tenant = entry.tenant.get_or_insert_with(|| Tenant {
-                name: copy.name.clone(),
-                role: copy.role,
-                rights: copy.rights,
-                lived: true,
-                held_by_vm: false,
-            });
-            tenant.lived = true;
-            if copy.state == MemberState::Active && copy.epoch < format::TMB_EPOCH_END {
-                entry.epoch = entry.epoch.max(copy.epoch);
-            }
-            tenant.clone()
-        });
+        let (known, is_new) = owner.ledger.learn(copy);
         if is_new {
             owner.tell(id)?;
         }
@@ -434,13 +470,10 @@ impl Zone {
             let role = known.role.map_or(0, Role::raw);
             self.mem.store_u32(id.at(offset_of!(tmb_member, role)), role)?;
         }
-        if (there.rights, there.held_by_vm) != (known.rights, known.held_by_vm) {
-            self.store_rights(id, known.rights, known.held_by_vm)?;
+        if (there.rights, there.held_by) != (known.rights, known.held_by) {
+            self.store_rights(id, known.rights, known.held_by)?;
         }
-        let let_in = boot::number(self.header.session);
-        if known.role == Some(Role::Vm) && there.let_in != let_in {
-            self.mem.store_u32(id.at(offset_of!(tmb_member, let_in)), let_in)?;
-        }
+        self.mem.store_u32(id.at(offset_of!(tmb_member, boot)), boot::number())?;
         if there.name != known.name {
             // A name that the owner found in the table may be one that no member can have.
             if let Ok(field) = name_to(&self.header.name, "member name", &known.name) {
