@@ -196,8 +196,7 @@ fn remove_old(path: &Path) -> anyhow::Result<()> {
     if !path.exists() {
         return Ok(());
     }
-    let old =
-        Zone::take_over(path).with_context(|| format!("{}: not a zone without an owner", path.display()))?;
+    let old = Zone::own(path).with_context(|| format!("{}: not a zone without an owner", path.display()))?;
     drop(old);
     std::fs::remove_file(path).with_context(|| path.display().to_string())
 }

@@ -49,7 +49,7 @@ impl Process {
         // While the connection stands, the process that made it has hardly ended, and its number is no other's.
         let may_be_another = by_number
             && loop {
-                if let Some(hung_up) = ready(stream.as_fd(), PollFlags::RDHUP) {
+                if let Some(hung_up) = has_hung_up(stream) {
                     break hung_up;
                 }
             };
@@ -91,6 +91,11 @@ impl Process {
         }
         Ok(found)
     }
+}
+
+/// Returns whether nobody has the other end of a connection any more. `None`: interrupted.
+pub(super) fn has_hung_up(stream: &UnixStream) -> Option<bool> {
+    ready(stream.as_fd(), PollFlags::RDHUP)
 }
 
 /// A file's device and number. No file system is asked, which could keep this process waiting.

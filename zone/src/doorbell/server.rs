@@ -20,7 +20,7 @@ use tombolo_listen::Name;
 
 use super::allowance::{Allowance, Answer, MAX_CONNECTIONS};
 use super::client::Bell;
-use super::process::Process;
+use super::process::{self, Process};
 use super::store::{self, Kept, NoStore, Store};
 use super::{VECTORS, host, wire};
 use crate::door::Door;
@@ -50,6 +50,11 @@ impl Drop for Knock {
 }
 
 impl Knock {
+    /// Returns whether nobody has the other end any more.
+    pub fn has_gone(&self) -> bool {
+        self.stream.as_ref().is_none_or(|stream| process::has_hung_up(stream) == Some(true))
+    }
+
     /// The process. `None`: the kernel can't tell which one it is, or it has ended.
     ///
     /// # Errors

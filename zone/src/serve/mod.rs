@@ -22,7 +22,7 @@ pub mod log;
 pub mod room;
 pub mod start;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -174,6 +174,9 @@ impl Server {
         if !self.zone.reap()?.is_empty() {
             self.bells.ring_all()?;
         }
+        let living = self.zone.members()?.into_iter().filter(|member| member.alive).map(|member| member.id);
+        let living: BTreeSet<MemberId> = living.collect();
+        self.earlier.retain(|id, _| living.contains(id));
         self.bells.restore_beside(&self.zone, &self.earlier)?;
         self.look().and(welcomed)
     }
@@ -237,7 +240,7 @@ impl Server {
     /// Frees the slot of a VM that is not invited any more.
     fn forget(&mut self, id: MemberId) -> Result<()> {
         self.guests.remove(&id);
-        self.earlier.remove(&id);
+        self.comers.remove(&id);
         self.zone.remove_assumed(id)
     }
 
@@ -264,7 +267,8 @@ impl Server {
     fn hear(&mut self, event: Event, say: &mut dyn FnMut(String)) -> Result<()> {
         match event {
             Event::Knocked { member, guest } => self.knocked(member, guest, say)?,
-            Event::Joined { .. } => {}
+            // It knows its slot by another id from now on.
+            Event::Joined { member, .. } => drop(self.earlier.remove(&member)),
             Event::Left { member, why, .. } => {
                 if self.disconnected(member, say)? {
                     say(format!("{}: its doorbell is gone: {why}", self.name(member)));
@@ -311,7 +315,7 @@ impl Server {
         match knock.process() {
             Ok(Some(process)) => self.receive(id, Comer { knock, process, since: Instant::now() }, say)?,
             Ok(None) => {
-                let admitted = self.assume(id, None, "the kernel does not tell which process it is");
+                let admitted = self.assume(id, &knock, None, "the kernel does not tell which process it is");
                 self.let_in(id, knock, admitted, say)?;
             }
             Err(e) => self.let_in(id, knock, Err(format!("finding its process: {e}")), say)?,
@@ -327,23 +331,23 @@ impl Server {
 
     /// Lets a VM in once its process has opened the zone and so can hold the slot.
     fn receive(&mut self, id: MemberId, comer: Comer, say: &mut dyn FnMut(String)) -> Result<()> {
-        let admitted = match self.lock(id, &comer.process) {
+        let why = match self.lock(id, &comer.process) {
             Ok(None) if comer.process.has_ended() => {
                 let (knock, why) = (comer.knock, "the process that connected has ended");
-                let admitted = self.assume(id, None, why);
+                let admitted = self.assume(id, &knock, None, why);
                 return self.let_in(id, knock, admitted, say);
             }
             Ok(None) if comer.since.elapsed() < OPENING => {
                 self.comers.insert(id, comer);
                 return Ok(());
             }
-            Ok(None) => Some(format!("it has not opened the zone within {} s", OPENING.as_secs())),
+            Ok(None) => format!("it has not opened the zone within {} s", OPENING.as_secs()),
             Ok(Some(guest)) => return self.let_in(id, comer.knock, Ok(guest), say),
-            Err(Error::Io { what, cause }) => Some(format!("{what}: {cause}")),
+            Err(Error::Io { what, cause }) => format!("{what}: {cause}"),
             Err(e) => return self.let_in(id, comer.knock, Err(e.to_string()), say),
         };
         let Comer { knock, process, .. } = comer;
-        let admitted = self.assume(id, Some(process), &admitted.unwrap_or_default());
+        let admitted = self.assume(id, &knock, Some(process), &why);
         self.let_in(id, knock, admitted, say)
     }
 
@@ -371,6 +375,7 @@ impl Server {
     fn assume(
         &self,
         id: MemberId,
+        knock: &Knock,
         process: Option<Process>,
         why: &str,
     ) -> std::result::Result<Admitted, String> {
@@ -381,6 +386,10 @@ impl Server {
             self.zone.assume(id)?;
             self.activate(id)
         };
+        // Of one that has gone no lock would tell.
+        if knock.has_gone() {
+            return Err("it has gone".to_owned());
+        }
         assumed().map_err(|e| e.to_string())?;
         let how = format!(
             "which does not hold its slot, so that a server that follows this one does not see its end: {why}"
@@ -422,8 +431,6 @@ impl Server {
         let process = process.map_or("?".to_owned(), |number| number.to_string());
         let there = self.guests.entry(id).or_default();
         *there = Guest { connections: there.connections + 1, ..guest };
-        // It knows its slot by another one from now on.
-        self.earlier.remove(&id);
         self.bells.let_in(knock)?;
         say(format!("{name}: connected, process {process}, {how}"));
         Ok(())
@@ -467,7 +474,6 @@ impl Server {
     /// Ends a VM's epoch and keeps its slot for its next start.
     fn end_guest(&mut self, id: MemberId, say: &mut dyn FnMut(String)) -> Result<()> {
         self.guests.remove(&id);
-        self.earlier.remove(&id);
         let name = self.name(id);
         let died = self.zone.declare_dead(id)?;
         self.bells.ring_all()?;
