@@ -88,6 +88,11 @@ enum Command {
         #[command(subcommand)]
         command: tombolo_accel_server::cli::Command,
     },
+    /// MPI programs across VMs, with unmodified libraries, through memory
+    Mpi {
+        #[command(subcommand)]
+        command: tombolo_mpi::cli::Command,
+    },
     /// An emulated KVM host, to run and test in
     Lab(external::Arguments),
     /// Measure side by side with what else there is
@@ -152,6 +157,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Files { command } => files(command, cli.json),
         Command::Libvirt { command } => tombolo_libvirt::cli::run(command),
         Command::Passthrough { command } => tombolo_passthrough::cli::run(command, cli.json),
+        Command::Mpi { command } => tombolo_mpi::cli::run(&command, cli.json),
         Command::Lab(arguments) => Err(External::Lab.execute(&arguments, cli.json)),
         Command::Start { command } => tombolo_vm::commands::start::run(command, cli.json),
         Command::Topology { command } => tombolo_vm::commands::topology::run(command, cli.json),

@@ -57,7 +57,7 @@ impl File {
     ///
     /// # Errors
     /// When there is no file, and what is wrong with it.
-    pub(crate) fn load(&self) -> anyhow::Result<Project> {
+    pub fn load(&self) -> anyhow::Result<Project> {
         Ok(Project::load_with(&compose::find(self.file.as_deref())?, &self.env_file)?)
     }
 
@@ -65,7 +65,7 @@ impl File {
     ///
     /// # Errors
     /// As [`File::load`], where no supervisor lives.
-    pub(crate) fn identify(&self) -> anyhow::Result<Project> {
+    pub fn identify(&self) -> anyhow::Result<Project> {
         let path = match (compose::find(self.file.as_deref()), &self.file) {
             (Err(_), Some(gone)) if state::supervisor(&compose::locate_gone(gone)?)?.is_some() => {
                 compose::locate_gone(gone)?
@@ -79,7 +79,11 @@ impl File {
     }
 }
 
-fn parse_variable(text: &str) -> Result<String, String> {
+/// Checks a variable of a command line, as clap's parsers do.
+///
+/// # Errors
+/// It is not NAME=VALUE.
+pub fn parse_variable(text: &str) -> Result<String, String> {
     let name = text.split_once('=').map_or("", |(name, _)| name);
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
     if name.is_empty() || name.starts_with(|c: char| c.is_ascii_digit()) || !name.chars().all(plain) {

@@ -2,6 +2,7 @@
 //! The commands: [`cli`] parses and dispatches them, [`client`] asks a supervisor. Each of the other modules has one command, or a few
 //! that are alike.
 
+pub mod carried;
 pub mod clean;
 #[allow(clippy::print_stderr, clippy::print_stdout, reason = "commands talk to the terminal")]
 pub mod cli;

@@ -17,11 +17,11 @@ use tombolo_noise::run::{self, COLLECTOR, Collector, NO_PATCHING};
 use tombolo_noise::timeline;
 use tombolo_qemu::hypervisor::follows_patched_code;
 
+use crate::commands::carried::Carried;
 use crate::commands::cli::File;
 use crate::commands::client;
 use crate::compose::Project;
-use crate::project::control::{Event, Feed, Request};
-use crate::project::peer;
+use crate::project::control::Event;
 use crate::qemu::Hypervisor;
 use crate::qemu::version::Qemu;
 
@@ -30,22 +30,6 @@ const HOST: &str = "host";
 /// Why the clocks of an emulated VM are not joined.
 const EMULATED: &str = "the VM is emulated, and only KVM tells a guest's TSC offset, so what the host did is not joined with the guest's gaps; \
                         use KVM where this host has it";
-/// Puts the program of $1 bytes that its input begins with where programs may be run, and becomes it. It stops when the input ends. The file is gone
-/// before the program runs, and also where the shell is ended (TERM) while it writes the file.
-const SCRIPT: &str = r#"size=$1; shift
-for folder in /run /dev/shm /tmp /var/tmp; do
-	program=$folder/.tombolo-noise-$$
-	{ printf '#!/bin/sh\n' >"$program" && chmod 700 "$program" && "$program"; } 2>/dev/null && break
-	rm -f "$program"
-	program=
-done
-[ "$program" ] || { echo "no folder for a program: /run, /dev/shm, /tmp and /var/tmp can't be written, or are mounted noexec" >&2; exit 1; }
-trap 'rm -f "$program"' EXIT
-trap 'exit 143' HUP INT TERM
-head -c "$size" >"$program" || exit
-exec 3<"$program" && rm -f "$program" && exec /proc/self/fd/3 "$@""#;
-/// Bytes of the program that are sent at once.
-const CHUNK: usize = 256 << 10;
 /// The longest output of a guest's collector.
 const LONGEST: usize = 256 << 20;
 
@@ -195,19 +179,11 @@ fn below(clocks: Vec<anyhow::Result<GuestClock>>, threads: &[(u32, u32)], host: 
 
 /// Runs the collector in a guest through its agent.
 fn guest(project: &Project, vm: &str, arguments: &[String]) -> anyhow::Result<Recording> {
-    let size = COLLECTOR.len().to_string();
-    let words = ["/bin/sh", "-c", SCRIPT, "tombolo-noise", &size].map(str::to_owned);
-    let request = Request::Exec {
-        vm: vm.to_owned(),
-        argv: words.into_iter().chain(arguments.iter().cloned()).collect(),
-        env: Vec::new(),
-        dir: None,
-        input: true,
-        terminal: None,
-    };
-    let mut peer = client::living(project, &request)?;
+    let collector = Carried { name: "tombolo-noise", bytes: COLLECTOR };
+    let mut peer = client::living(project, &collector.request(vm, arguments, Vec::new()))?;
     let socket = peer.socket();
-    send_program(Arc::clone(&socket))?;
+    // The input stays open, since the collector stops when it ends.
+    collector.send_meanwhile(Arc::clone(&socket))?;
     let (mut out, mut err, mut code) = (Vec::new(), Vec::new(), None);
     loop {
         match peer.receive::<Event>()? {
@@ -227,19 +203,6 @@ fn guest(project: &Project, vm: &str, arguments: &[String]) -> anyhow::Result<Re
         anyhow::bail!("the guest of '{vm}' can't be measured: {said}");
     }
     recording::parse(&out).with_context(|| format!("what the guest of '{vm}' wrote can't be read"))
-}
-
-/// Sends the collector while its output is read: the guest may take it slowly. The input stays open, since the collector stops when it ends.
-fn send_program(socket: Arc<std::os::unix::net::UnixStream>) -> anyhow::Result<()> {
-    crate::thread::start("collector", move || {
-        for piece in COLLECTOR.chunks(CHUNK) {
-            // A supervisor that hangs up has said why on the other half of the connection.
-            if peer::send(&socket, &Feed::Input(BASE64.encode(piece))).is_err() {
-                break;
-            }
-        }
-    })?;
-    Ok(())
 }
 
 #[cfg(test)]
@@ -273,26 +236,5 @@ mod tests {
         assert_eq!(stale(Hypervisor::Tcg, 1, (7, 2, 22)), None);
         assert_eq!(stale(Hypervisor::Kvm, 2, (7, 2, 22)), None);
         assert!(stale_code(Hypervisor::Tcg, 2, || anyhow::bail!("it is gone")).is_some());
-    }
-
-    #[test]
-    fn the_guests_script_runs_a_program_from_its_input_and_leaves_nothing() {
-        use std::io::{BufRead, BufReader, Write};
-        use std::process::{Command, Stdio};
-        let program = "#!/bin/sh\necho \"$*\"\nread -r end\n";
-        let mut command = Command::new("/bin/sh");
-        command.args(["-c", SCRIPT, "x", &program.len().to_string(), "--watch", "a b"]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut input = child.stdin.take().unwrap();
-        input.write_all(program.as_bytes()).unwrap();
-        let mut said = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut said).unwrap();
-        assert_eq!(said, "--watch a b\n");
-        // While it runs, too.
-        let files = ["/run", "/dev/shm", "/tmp", "/var/tmp"]
-            .map(|folder| format!("{folder}/.tombolo-noise-{}", child.id()));
-        assert!(files.iter().all(|file| !Path::new(file).exists()), "{files:?}");
-        drop(input);
-        child.wait().unwrap();
     }
 }
