@@ -11,6 +11,7 @@ use tombolo_bench_project::interrupt;
 use tombolo_net_load::soak::Until;
 
 use crate::files::{self, Plan, systems};
+use crate::mpi;
 use crate::net;
 use crate::page;
 use crate::record::{Recorded, Results, command_line};
@@ -51,6 +52,8 @@ enum Command {
     },
     /// HPC Challenge, STREAM and noise on the host, in a VM, and in a VM that lies on the host's topology
     Topology(TopologyArgs),
+    /// Two ranks in two VMs through memory, beside TCP, one VM and the host
+    Mpi(MpiArgs),
     /// Write one page of all results, or print the table of one results file again
     Report {
         /// A results file, whose table is printed; without it, the page is written
@@ -201,6 +204,32 @@ struct TopologyArgs {
     kit: PathBuf,
 }
 
+/// `tombolo bench mpi`
+#[derive(Debug, Args)]
+struct MpiArgs {
+    /// Rounds over the systems
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
+    /// Seconds of each measurement
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS", value_parser = seconds)]
+    seconds: f64,
+    /// Order of hpcc's matrices; 0 leaves hpcc out
+    #[arg(long, default_value_t = 400, value_name = "N")]
+    order: u32,
+    /// Leave out TAP devices and the bridge, which need root
+    #[arg(long)]
+    no_tap: bool,
+    /// Guest kernel: a version of the guest kit
+    #[arg(long, default_value = "6.1")]
+    kernel: String,
+    /// Folder for the results
+    #[arg(long, default_value = "bench/results")]
+    results: PathBuf,
+    /// Folder of the guest kit
+    #[arg(long, default_value = ".cache/guest")]
+    kit: PathBuf,
+}
+
 /// Runs a bench, or shows results.
 ///
 /// # Errors
@@ -220,6 +249,7 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
         }
         Command::Start { command } => tombolo_bench_start::cli::run(command, json),
         Command::Topology(args) => interruptible(|| print(&topology(args)?, json)),
+        Command::Mpi(args) => interruptible(|| print(&mpi(args)?, json)),
         Command::Report { file, results, html, only } => {
             report(file.as_deref(), &results, html, &only)?;
             Ok(ExitCode::SUCCESS)
@@ -297,6 +327,18 @@ fn topology(args: TopologyArgs) -> Result<Results> {
         kit: std::path::absolute(&args.kit)?,
     };
     topology::run(&plan, &args.results, command_line())
+}
+
+fn mpi(args: MpiArgs) -> Result<Results> {
+    let plan = mpi::Plan {
+        rounds: args.rounds,
+        seconds: args.seconds,
+        order: (args.order > 0).then_some(args.order),
+        no_tap: args.no_tap,
+        kernel: args.kernel,
+        kit: std::path::absolute(&args.kit)?,
+    };
+    mpi::run(&plan, &args.results, command_line())
 }
 
 /// Prints the table of `file` with the cases of the words `only`, or writes the page of all results of the folder `results`.

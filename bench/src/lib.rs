@@ -7,6 +7,7 @@
 //! - [`report`]: medians, tables, ratios; [`page`]: the page of all results
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
 //! - [`net`]: the switch beside DPDK's vhost, and beside TAP and a bridge between VMs
+//! - [`mpi`]: ranks of two VMs through a zone's memory, beside TCP, one VM and the host
 //! - [`topology`]: HPC programs and noise on the host, in a VM, and in a VM that lies on the host's topology
 //! - [`cli`]: `tombolo bench`, with the benches of accelerators (`accel/`) and of starts (`start/`)
 //!
@@ -14,6 +15,7 @@
 
 pub mod cli;
 pub mod files;
+pub mod mpi;
 pub mod net;
 pub mod page;
 pub mod report;

@@ -92,6 +92,27 @@ impl Project {
             .with_context(|| format!("'tombolo {verb} --json' printed no JSON"))
     }
 
+    /// Runs a command on the project, with the words of its subcommand before the option that names the project; returns its standard output.
+    ///
+    /// # Errors
+    /// Its exit code is not 0.
+    pub fn tombolo(&self, verb: &str, words: &[&str]) -> Result<String> {
+        interrupt::check()?;
+        let mut command = Command::new(&self.tombolo);
+        let (subcommand, words) = if verb == "mpi" { words.split_at(1) } else { words.split_at(0) };
+        command.arg(verb).args(subcommand).arg("-f").arg(&self.file).args(words);
+        let output =
+            command.stdin(Stdio::null()).output().with_context(|| format!("can't run 'tombolo {verb}'"))?;
+        if !output.status.success() {
+            bail!(
+                "'tombolo {verb}' failed ({}): {}",
+                output.status,
+                String::from_utf8_lossy(&output.stderr).trim()
+            );
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
     fn ps(&self) -> Result<serde_json::Value> {
         self.json("ps", &[])
     }

@@ -62,7 +62,7 @@ pub fn script(ranks: u32, order: u32) -> String {
 }
 
 /// The file hpccinf.txt. Lines are recognized by their places; the words behind the values are comments.
-fn input(ranks: u32, order: u32) -> String {
+pub fn input(ranks: u32, order: u32) -> String {
     let rows = (1..=ranks.isqrt()).rev().find(|rows| ranks % rows == 0).unwrap_or(1);
     let values = [
         "HPC Challenge".to_owned(),

@@ -13,7 +13,7 @@ use tombolo_bench_project::{Project, interrupt, tombolo};
 
 use crate::record::{Better, Machine, Results, Sample};
 
-mod hpcc;
+pub(crate) mod hpcc;
 
 /// The name of the VM.
 const VM: &str = "hpc";
