@@ -20,6 +20,11 @@ struct Pair {
 
 impl Pair {
     fn up() -> Pair {
+        Pair::up_with("", "")
+    }
+
+    /// With more keys of the two VMs, and more of the compose file.
+    fn up_with(keys: &str, more: &str) -> Pair {
         let image = plain::kit().join("initrd-mpi.img");
         let vm = |name: &str, more: &str| {
             format!(
@@ -30,8 +35,8 @@ impl Pair {
         let readers = vm("reader", ", rights = \"ro\"").replace("initrd-mpi", "initrd-test");
         let lab = Lab::new(&format!(
             "[zone.shared]\nsize = \"192M\"\nbacking = \"./shared.zone\"\nfiles = true\n{}{}{readers}",
-            vm("a", ""),
-            vm("b", "")
+            vm("a", "") + keys,
+            vm("b", "") + keys + more
         ));
         lab.good(&["up", "a", "b"]);
         let pair = Pair { lab };
@@ -119,6 +124,35 @@ impl Pair {
         self.lab.good(&["exec", vm, "--", "sh", "-c", &script]);
         before
     }
+}
+
+#[test]
+fn hydras_own_launch_in_two_vms_gives_ranks_that_talk_through_memory_alone() {
+    let pair = Pair::up_with("networks = [\"lan\"]\n", "[net.lan]\nsubnet = \"10.86.0.0/24\"\n");
+    std::fs::write(pair.lab.dir.path().join("env.sh"), pair.lab.good(&["mpi", "env", "a"])).unwrap();
+    pair.lab.good(&["cp", "env.sh", "a:/mnt/shared/env.sh"]);
+    let script = |line: &str| {
+        format!("ip link set lo up; cd /mnt/shared; . ./env.sh; export TOMBOLO_MPI_JOB=one; {line}")
+    };
+    let hydra = "mpiexec.hydra -launcher manual -hosts 10.86.0.2,10.86.0.3 -ppn 1 -n 2 \"$TOMBOLO_MPI_WRAP\" wrap ./together.mpich";
+    let mut command = pair.lab.command(&["exec", "a", "--", "sh", "-c", &script(hydra)]);
+    let mut launcher = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(launcher.stdout.take().unwrap()).lines().map(Result::unwrap);
+    // It prints the command that starts its proxy in each VM.
+    let proxies = ["a", "b"].map(|vm| {
+        let line = lines.next().unwrap();
+        let proxy = line.strip_prefix("HYDRA_LAUNCH: ").unwrap_or_else(|| panic!("{line}"));
+        pair.lab.command(&["exec", vm, "--", "sh", "-c", &script(proxy)]).spawn().unwrap()
+    });
+    let mut said: Vec<String> = lines.filter(|line| line.starts_with("rank")).collect();
+    said.sort_unstable();
+    // Hydra tells the library that these are two machines, and so the library says.
+    assert_eq!(said, [0, 1].map(|rank| format!("rank {rank} of 2 on guest shares with 1")));
+    assert!(launcher.wait().unwrap().success());
+    for mut proxy in proxies {
+        assert!(proxy.wait().unwrap().success());
+    }
+    assert_eq!(pair.lab.good(&["exec", "a", "--", "ls", "-A", "/mnt/shared/.tombolo-mpi"]), "lock\nwrap\n");
 }
 
 /// A job that runs until it is ended.

@@ -8,13 +8,24 @@ use clap::{Args, Subcommand};
 use tombolo_vm::commands::cli::File;
 use tombolo_vm::commands::client;
 
-use crate::{node, run};
+use crate::{env, node, run};
 
 /// Commands for MPI.
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Run a program as ranks of one MPI job in several VMs; its exit code is this command's
     Run(RunOptions),
+    /// Print what a launcher of the VMs' own (Slurm, hydra) needs for its ranks to share memory, and put its wrapper into the zone
+    Env {
+        /// The compose file
+        #[command(flatten)]
+        file: File,
+        /// The zone through which ranks of different VMs talk [default: the one that the VM is a member of]
+        #[arg(long)]
+        zone: Option<String>,
+        /// The VM
+        vm: String,
+    },
     /// Remove what jobs have left in zones whose VMs died
     Clean {
         /// The compose file
@@ -74,6 +85,7 @@ fn parse_variable(text: &str) -> Result<String, String> {
 pub fn run(command: &Command, json: bool) -> anyhow::Result<ExitCode> {
     match command {
         Command::Run(options) => run::run(options, json),
+        Command::Env { file, zone, vm } => env::print(file, vm, zone.as_deref(), json),
         Command::Clean { file } => clean(file, json),
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! How each library's launcher is called, and the variables that have the library use shared memory between all ranks. Why each is needed:
-//! `docs/decisions/0146-a-job-looks-like-one-machine.md`.
+//! `docs/decisions/0150-a-job-looks-like-one-machine.md`.
 
 use std::fmt;
 

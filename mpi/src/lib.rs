@@ -6,12 +6,14 @@
 //!
 //! - [`cli`]: the commands; [`run`]: one job, from the questions to the end.
 //! - [`plan`]: who runs where: VMs, ranks, process numbers, CPUs, or the one reason why not.
+//! - [`env`]: what launchers of the VMs' own need.
 //! - [`launcher`]: command lines and variables for each library.
 //! - [`node`]: the connection to a VM's node.
 
 #![deny(missing_docs)]
 
 pub mod cli;
+pub mod env;
 pub mod launcher;
 pub mod node;
 pub mod plan;

@@ -60,7 +60,7 @@ pub fn run(options: &RunOptions, json: bool) -> anyhow::Result<ExitCode> {
     let project = options.file.identify()?;
     let status = client::status(&project)?;
     let names = vms(options, &status)?;
-    let zone = zone(options, &status, &names)?;
+    let zone = zone(options.zone.as_deref(), &status, &names)?;
     let mut below = i32::MAX;
     for _ in 0..TRIES {
         let mut job = Job::start(options, json, &project, &names)?;
@@ -98,15 +98,18 @@ fn vms(options: &RunOptions, status: &Status) -> anyhow::Result<Vec<String>> {
     Ok(names)
 }
 
-/// The name and the identity of the zone that the VMs have in common.
-fn zone(options: &RunOptions, status: &Status, names: &[String]) -> anyhow::Result<(String, String)> {
+/// The name and the identity of the zone that the VMs have in common, of several the one of the name `wanted`.
+///
+/// # Errors
+/// There is no such zone, or no single one.
+pub fn zone(wanted: Option<&str>, status: &Status, names: &[String]) -> anyhow::Result<(String, String)> {
     let members = status.vms.iter().filter(|vm| names.contains(&vm.name));
     let common: Vec<_> =
         status.zones.iter().filter(|zone| members.clone().all(|vm| vm.zones.contains(&zone.name))).collect();
-    let zone = match (&options.zone, &common[..]) {
+    let zone = match (wanted, &common[..]) {
         (Some(name), _) => *common
             .iter()
-            .find(|zone| zone.name == *name)
+            .find(|zone| zone.name == name)
             .with_context(|| format!("not all of {} are members of a zone '{name}'", names.join(", ")))?,
         (None, [zone]) => *zone,
         (None, []) => bail!(

@@ -7,6 +7,8 @@
 //! each rank ([`rank`], [`wrappers`]); the wrapper has the rank started in its own VM. Between VMs frames go through files in the zone ([`link`]), as do the
 //! ranks' connections to the launcher ([`relay`]).
 //!
+//! Launchers that start ranks in several VMs by themselves have another wrapper ([`wrap`]), which needs no node.
+//!
 //! - [`frame`]: the messages; [`stream`]: streams in pieces; [`family`]: the processes of the job; [`sys`]: the C library.
 
 mod facts;
@@ -21,6 +23,7 @@ mod seat;
 mod space;
 mod stream;
 mod sys;
+mod wrap;
 mod wrappers;
 
 use std::fs::File;
@@ -37,6 +40,10 @@ fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     let result = match words.next() {
         Some(word) if word == "rank" => rank::run(words.collect()),
+        Some(word) if word == "wrap" => wrap::run(words.collect()),
+        Some(word) if word == "install" => {
+            install(&words.map(|w| w.to_string_lossy().into_owned()).collect::<Vec<_>>())
+        }
         Some(word) if word == "clean" => {
             clean(&words.map(|w| w.to_string_lossy().into_owned()).collect::<Vec<_>>())
         }
@@ -49,6 +56,18 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Copies this program into the zone with this identity; prints the zone's mount point, the program's path and the largest process number.
+fn install(zones: &[String]) -> Result<i32, String> {
+    let mounts =
+        std::fs::read_to_string("/proc/mounts").map_err(|e| format!("/proc/mounts can't be read: {e}"))?;
+    let (mount, _) =
+        zones.first().and_then(|zone| space::mount_of(&mounts, zone)).ok_or("the zone is not mounted")?;
+    let path = space::install(&mount).map_err(|e| format!("{} can't be written: {e}", mount.display()))?;
+    let largest = std::fs::read_to_string("/proc/sys/kernel/pid_max").unwrap_or_default();
+    println!("{}\n{}\n{}", mount.display(), path.display(), largest.trim());
+    Ok(0)
 }
 
 /// Removes what jobs have left in the zones with these identities.

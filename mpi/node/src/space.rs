@@ -99,6 +99,21 @@ pub fn clean(mount: &Path) -> io::Result<Vec<String>> {
     Ok(removed)
 }
 
+/// Copies this program to where launchers of all members find it: its path.
+///
+/// # Errors
+/// The zone is full.
+pub fn install(mount: &Path) -> io::Result<PathBuf> {
+    let jobs = mount.join(JOBS);
+    make(&jobs, 0o755)?;
+    let _gate = gate(&jobs)?;
+    let (new, path) = (jobs.join("wrap.new"), jobs.join("wrap"));
+    fs::copy("/proc/self/exe", &new)?;
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o755))?;
+    fs::rename(new, &path)?;
+    Ok(path)
+}
+
 /// Returns whether no node of the job lives. The caller holds the gate.
 fn is_abandoned(dir: &Path) -> bool {
     match File::open(dir.join("owners")) {
@@ -144,7 +159,7 @@ impl Space {
             move |e: io::Error| format!("{what}: {e}")
         };
         let id = self.dir.join("shm/.tombolo/boot_id");
-        fs::write(&id, format!("{boot_id}\n")).map_err(step("the boot id can't be written"))?;
+        self.write_once(&id, &format!("{boot_id}\n")).map_err(step("the boot id can't be written"))?;
         sys::own_mounts().map_err(step("no mount namespace can be had"))?;
         let shm = Path::new(SHM);
         make(shm, 0o1777).map_err(step("the guest has no /dev/shm"))?;
@@ -152,6 +167,17 @@ impl Space {
             .map_err(step("/dev/shm can't be bound"))?;
         sys::mount_on(None, shm, sys::REBIND).map_err(step("programs can't be run in /dev/shm"))?;
         sys::mount_on(Some(&id), Path::new(BOOT_ID), sys::BIND).map_err(step("the boot id can't be bound"))
+    }
+
+    /// Writes a file that another owner may have written.
+    fn write_once(&self, path: &Path, text: &str) -> io::Result<()> {
+        let _gate = gate(&self.jobs)?;
+        if path.exists() { Ok(()) } else { fs::write(path, text) }
+    }
+
+    /// The folder in which wrappers without a node meet.
+    pub fn meeting(&self) -> PathBuf {
+        self.dir.join("meeting")
     }
 
     /// The folder in which node `node` of the others finds what the first one says (`down`), or the other way.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Latency, bandwidth and a collective, as OSU's micro-benchmarks measure them: the last rank answers the first. Rank 0 prints a line for each: the case, the value, the
- * unit. The argument is the time for each case in seconds.
+ * Latency, bandwidth and a collective, as OSU's micro-benchmarks measure them: the last rank answers the first.
+ * Rank 0 prints a line for each: the case, the value, the unit. The argument is the time for each case in seconds.
  */
 #include <mpi.h>
 #include <stdio.h>

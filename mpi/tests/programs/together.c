@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * What ranks of one machine can do together: messages of many sizes, collectives, a shared window, one-sided access, and a file that all write. Each rank prints one
- * line, and fails if anything is not as it should be. The argument is the file.
+ * What ranks of one machine can do together: messages of many sizes, collectives, a shared window, one-sided access,
+ * and a file that all write. Each rank prints one line, and fails if anything is not as it should be. The argument is the file.
  */
 #include <mpi.h>
 #include <stdio.h>
