@@ -172,6 +172,56 @@ fn an_archive_is_unpacked_into_a_new_directory_as_a_whole_or_not_at_all() {
 }
 
 #[test]
+fn the_next_import_removes_what_a_killed_one_has_unpacked_and_none_of_one_that_runs() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dir = scratch.path();
+    make_zone(dir, "64M");
+    shell(dir, "mkdir tree && touch tree/file && tar -C tree -cf tree.tar . && mkdir point");
+    // It never comes to its end: the second layer is a FIFO that nobody writes.
+    let image = |name: &str| {
+        shell(
+            dir,
+            &format!(
+                "mkdir -p {name}/blobs/sha256 && cp tree.tar {name}/blobs/sha256/a && mkfifo {name}/blobs/sha256/b && echo '{{}}' >{name}/oci-layout
+                echo '{{\"layers\":[{{\"digest\":\"sha256:a\",\"size\":'$(stat -c %s tree.tar)'}},{{\"digest\":\"sha256:b\",\"size\":0}}]}}' >{name}/index.json"
+            ),
+        );
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+        command.args(["files", "import", name, "own.zone:same"]).current_dir(dir).stdout(Stdio::null());
+        command.spawn().unwrap()
+    };
+    let mount = format!("{} files mount own.zone point", env!("CARGO_BIN_EXE_tombolo"));
+    shell(dir, &mount);
+    let stages = |how_many: usize| {
+        let stages = |root: &str| {
+            let named = std::fs::read_dir(dir.join("point")).unwrap().map(|entry| entry.unwrap().path());
+            named.filter(|path| path.join(root).exists()).count()
+        };
+        while stages("root/file") < how_many {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        stages("")
+    };
+    let mut killed = image("one");
+    assert_eq!(stages(1), 1);
+    let left = std::fs::read_dir(dir.join("point")).unwrap().next().unwrap().unwrap().path().join("lock");
+    let mut running = image("two");
+    assert_eq!(stages(2), 2);
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    // Its lock ends with its membership.
+    let lock = std::fs::File::open(left).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    drop(lock);
+    good(dir, &["files", "import", "tree.tar", "own.zone:same"]);
+    assert!(dir.join("point/same/file").exists());
+    assert_eq!(stages(1), 2, "the running one's, and what it was named");
+    running.kill().unwrap();
+    running.wait().unwrap();
+    shell(dir, "umount point");
+}
+
+#[test]
 fn what_can_not_be_copied_is_said_and_no_mount_is_left() {
     let scratch = tempfile::tempdir().unwrap();
     let dir = scratch.path();

@@ -2,6 +2,7 @@
 //! Archives and images that `tombolo files import` unpacks.
 
 pub(super) mod image;
+pub(super) mod stage;
 pub(super) mod unpack;
 
 #[cfg(test)]
@@ -14,7 +15,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::image::{Source, plain, source};
-    use super::unpack::Unpacker;
+    use super::unpack::{Unpacker, set_mode};
     use crate::cli::Meter;
 
     fn header(kind: EntryType, mode: u32, size: u64) -> Header {
@@ -222,5 +223,57 @@ mod tests {
         symlink(dir.path(), root.join("a")).unwrap();
         assert!(unpacker.archive(&*archive(&["a/x = 1"]), false).is_err());
         assert_eq!(names(dir.path()), ["root"]);
+    }
+
+    #[test]
+    fn a_link_that_a_guest_puts_in_the_place_of_a_new_device_node_gives_no_file_of_the_host_another_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = std::os::fd::OwnedFd::from(fs::File::open(dir.path()).unwrap());
+        let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().permissions().mode() & 0o7777;
+        fs::write(dir.path().join("outside"), "outside").unwrap();
+        fs::set_permissions(dir.path().join("outside"), fs::Permissions::from_mode(0o600)).unwrap();
+        symlink(dir.path().join("outside"), dir.path().join("null")).unwrap();
+        assert!(set_mode(&folder, "null".as_ref(), rustix::fs::Mode::from_raw_mode(0o666)).is_err());
+        assert_eq!(mode("outside"), 0o600);
+        set_mode(&folder, "outside".as_ref(), rustix::fs::Mode::from_raw_mode(0o644)).unwrap();
+        assert_eq!(mode("outside"), 0o644);
+    }
+
+    #[test]
+    fn a_name_that_is_larger_than_memory_is_refused_before_it_is_read() {
+        let (_dir, root, done) = unpacked(&[]);
+        done.unwrap();
+        let mut made = Header::new_gnu();
+        made.set_entry_type(EntryType::GNULongName);
+        made.set_size(1 << 40);
+        made.set_cksum();
+        let zeros = std::io::Read::chain(&made.as_bytes()[..], std::io::repeat(0));
+        let mut unpacker = Unpacker::new(fs::File::open(&root).unwrap().into(), Meter::new(true));
+        let said = format!("{:#}", unpacker.archive(zeros, false).unwrap_err());
+        assert!(said.contains("headers of an entry"), "{said}");
+    }
+
+    #[test]
+    fn a_path_through_a_parent_is_found_while_others_rename() {
+        use std::sync::atomic::{AtomicBool, Ordering};
+        let dir = tempfile::tempdir().unwrap();
+        let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+        fs::write(&a, "").unwrap();
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    fs::rename(&a, &b).unwrap();
+                    fs::rename(&b, &a).unwrap();
+                }
+            });
+            let files: Vec<_> = (0..5000).map(|n| format!("x/link/{n} = 1")).collect();
+            let mut entries = vec!["real/", "x/", "x/link -> ../real"];
+            entries.extend(files.iter().map(String::as_str));
+            let (_dir, root, done) = unpacked(&[&entries]);
+            over.store(true, Ordering::Relaxed);
+            done.unwrap();
+            assert_eq!(names(&root.join("real")).len(), 5000);
+        });
     }
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `tombolo files import` and `export`: make a directory of a zone equal to one of the host, or the reverse. The zone is mounted meanwhile, and rsync copies.
 
-use std::ffi::{OsStr, OsString};
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +16,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::Meter;
 use super::import::image::{self, Source};
-use super::import::unpack::{self, Unpacker};
+use super::import::stage::Stage;
+use super::import::unpack::Unpacker;
 use super::rsync::{self, Done, Job};
 use crate::fuse::session;
 use crate::log;
@@ -126,27 +126,19 @@ fn unpack(args: &ImportArgs, source: &Source, json: bool) -> anyhow::Result<()> 
     if rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
         return Err(exists());
     }
-    let mut stage = OsString::from(".");
-    stage.push(name);
-    stage.push(format!(".{}", uuid::Uuid::new_v4()));
-    rustix::fs::mkdirat(&folder, &*stage, Mode::RWXU).context("making a directory for what is unpacked")?;
-    let done = unpack_into(&folder, &stage, source, json).and_then(|done| {
-        match unpack::publish(&folder, &stage, name) {
-            Err(Errno::EXIST) => Err(exists()),
-            Err(e) => Err(e).context("naming what was unpacked"),
-            Ok(()) => Ok(done),
-        }
+    let stage = Stage::new(&folder, name).context("making a directory for what is unpacked")?;
+    let done = unpack_into(stage.root()?, source, json).and_then(|done| match stage.publish(name) {
+        Err(Errno::EXIST) => Err(exists()),
+        Err(e) => Err(e).context("naming what was unpacked"),
+        Ok(()) => Ok(done),
     });
-    if done.is_err() {
-        unpack::remove(&folder, &stage).context("removing what was unpacked of it")?;
-    }
+    let removed = stage.remove().context("removing the directory in which it was unpacked");
+    let done = done.and_then(|done| removed.map(|()| done));
     drop(folder);
     finish(mounted, done, "", json)
 }
 
-fn unpack_into(folder: &OwnedFd, stage: &OsStr, source: &Source, json: bool) -> anyhow::Result<Done> {
-    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let root = rustix::fs::openat(folder, stage, flags, Mode::empty())?;
+fn unpack_into(root: OwnedFd, source: &Source, json: bool) -> anyhow::Result<Done> {
     rustix::fs::fchmod(&root, Mode::from_raw_mode(0o755))?;
     let mut unpacker = Unpacker::new(root, Meter::new(json));
     let (archives, are_layers) = match source {

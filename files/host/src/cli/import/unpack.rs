@@ -2,17 +2,18 @@
 //! Unpacks tar archives, and the layers of an image on top of each other, into a directory of a mounted zone. Every path is resolved with that directory as the
 //! root, so links of the archive, and those that a guest makes meanwhile, lead to nothing of the host.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::io::{Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, bail};
 use rustix::fs::{
-    AtFlags, Dir, FallocateFlags, FileType, Gid, Mode, OFlags, RenameFlags, ResolveFlags, Timespec,
-    Timestamps, UTIME_OMIT, Uid, XattrFlags,
+    AtFlags, Dir, FallocateFlags, FileType, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps,
+    UTIME_OMIT, Uid, XattrFlags,
 };
 use rustix::io::Errno;
 use tar::EntryType;
@@ -31,6 +32,10 @@ const OPAQUE: &[u8] = b".wh..wh..opq";
 const AUFS: &[u8] = b".wh..wh.";
 /// Begins the keys of PAX records with extended attributes.
 const XATTR: &str = "SCHILY.xattr.";
+/// The most bytes of headers of one entry: long names, attributes, a sparse file's map. They are kept in memory, and a few compressed bytes can stand for any number.
+const MAX_HEADERS: u64 = 16 << 20;
+/// The most tries to open a path with `..`, which the kernel refuses (EAGAIN) where any process of the host renames something at that moment.
+const MAX_OPENS: u32 = 1000;
 /// The label of the host's own security module, which has no meaning elsewhere.
 const LABEL: &str = "security.selinux";
 
@@ -104,6 +109,25 @@ impl Attributes {
     }
 }
 
+/// A reader that fails after `left` bytes.
+struct Limited<'a, R> {
+    from: R,
+    left: &'a Cell<u64>,
+}
+
+impl<R: Read> Read for Limited<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let most = buffer.len().min(usize::try_from(self.left.get()).unwrap_or(usize::MAX));
+        if most == 0 && !buffer.is_empty() {
+            let message = format!("the headers of an entry have more than {} MiB", MAX_HEADERS >> 20);
+            return Err(std::io::Error::other(message));
+        }
+        let length = self.from.read(&mut buffer[..most])?;
+        self.left.set(self.left.get() - length as u64);
+        Ok(length)
+    }
+}
+
 /// A directory that is being filled.
 pub(in crate::cli) struct Unpacker {
     root: OwnedFd,
@@ -124,10 +148,14 @@ impl Unpacker {
     /// Unpacks one archive over what is there; `whiteouts`: it is a layer of an image.
     pub(in crate::cli) fn archive(&mut self, from: impl Read, whiteouts: bool) -> anyhow::Result<()> {
         self.made.clear();
-        for entry in tar::Archive::new(from).entries()? {
+        let left = Cell::new(MAX_HEADERS);
+        for entry in tar::Archive::new(Limited { from, left: &left }).entries()? {
             let mut entry = entry.context("not a whole tar archive")?;
+            left.set(u64::MAX);
             let path = PathBuf::from(OsString::from_vec(entry.path_bytes().into_owned()));
             self.entry(&mut entry, &path, whiteouts).with_context(|| format!("'{}'", shown_path(&path)))?;
+            std::io::copy(&mut entry, &mut std::io::sink()).context("not a whole tar archive")?;
+            left.set(MAX_HEADERS);
         }
         for (path, attributes) in std::mem::take(&mut self.folders).into_iter().rev() {
             let folder = self.open(&path, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW);
@@ -140,7 +168,9 @@ impl Unpacker {
     fn open(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
         let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        rustix::fs::openat2(&self.root, path, flags | OFlags::CLOEXEC, Mode::empty(), within)
+        let open = || rustix::fs::openat2(&self.root, path, flags | OFlags::CLOEXEC, Mode::empty(), within);
+        let again = |opened: &rustix::io::Result<OwnedFd>| opened.as_ref().err() == Some(&Errno::AGAIN);
+        (1..MAX_OPENS).map(|_| open()).find(|opened| !again(opened)).unwrap_or_else(open)
     }
 
     /// Opens a folder; makes what is missing of it.
@@ -286,7 +316,15 @@ fn make_node(
     }
     attributes.set_by_name(folder, name)?;
     // The umask has no say.
-    Ok(rustix::fs::chmodat(folder, name, attributes.mode, AtFlags::empty())?)
+    set_mode(folder, name, attributes.mode)
+}
+
+/// Sets the mode of an entry that can't be opened for reading. A link that a guest has put in its place meanwhile is not followed.
+pub(super) fn set_mode(folder: &OwnedFd, name: &OsStr, mode: Mode) -> anyhow::Result<()> {
+    let found =
+        rustix::fs::openat(folder, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    let found = format!("/proc/self/fd/{}", found.as_raw_fd());
+    rustix::fs::chmod(found, mode).context("setting its mode")
 }
 
 /// Returns a path of an archive below its root.
@@ -331,7 +369,8 @@ fn write_file(
     Ok(written)
 }
 
-fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<OsString>> {
+/// Returns the names of a folder's entries.
+pub(super) fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<OsString>> {
     let mut names = Vec::new();
     for entry in Dir::read_from(folder)? {
         let name = OsStr::from_bytes(entry?.file_name().to_bytes()).to_owned();
@@ -343,7 +382,7 @@ fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<OsString>> {
 }
 
 /// Removes an entry with all that is below it.
-pub(in crate::cli) fn remove(folder: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
+pub(super) fn remove(folder: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match rustix::fs::unlinkat(folder, name, AtFlags::empty()) {
         Err(Errno::ISDIR) => {}
         done => return done,
@@ -353,9 +392,4 @@ pub(in crate::cli) fn remove(folder: &OwnedFd, name: &OsStr) -> rustix::io::Resu
         remove(&below, &name)?;
     }
     rustix::fs::unlinkat(folder, name, AtFlags::REMOVEDIR)
-}
-
-/// Gives what was unpacked its name, which nothing has yet.
-pub(in crate::cli) fn publish(folder: &OwnedFd, from: &OsStr, to: &OsStr) -> rustix::io::Result<()> {
-    rustix::fs::renameat_with(folder, from, folder, to, RenameFlags::NOREPLACE)
 }
