@@ -186,6 +186,22 @@ fn a_vm_outlives_its_supervisor_and_does_what_it_did() {
 }
 
 #[test]
+fn the_port_of_an_input_whose_supervisor_was_killed_is_the_next_ones() {
+    let lab = Lab::new(ONE);
+    lab.good(&["up"]);
+    let mut feeding = lab.command(&["exec", "-i", "a", "--", "sh", "-c", "echo runs; cat"]);
+    let mut feeding = feeding.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(feeding.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "runs\n");
+    lab.kill_with_shims(&[]);
+    assert!(!feeding.wait().unwrap().success());
+    let names = lab.good(&["exec", "-i", "a", "--", "sh", "-c", "cat /sys/class/virtio-ports/*/name"]);
+    assert_eq!(names.matches("org.tombolo.input.").count(), 1, "{names}");
+    lab.good(&["down"]);
+}
+
+#[test]
 fn ctrl_c_while_it_starts_takes_everything_back() {
     let lab = Lab::new(ONE);
     let (mut child, mut reader) = up_until(&lab, "a: booting");

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::exec::{self, Ended, Exec, Stream};
 use crate::guest::agent::Calls;
 use crate::machine::Machine;
-use crate::machine::port::Port;
+use crate::machine::port::{PREFIX, Port};
 use crate::project::state::random_hex;
 use crate::thread;
 
@@ -100,7 +100,7 @@ pub fn run(
     output: &(dyn Fn(Stream, &[u8]) + Sync),
 ) -> anyhow::Result<Ended> {
     let agent = machine.agent();
-    let port = machine.add_port(&format!("org.tombolo.terminal.{}", random_hex(8)))?;
+    let port = machine.add_port(&format!("{PREFIX}terminal.{}", random_hex(8)))?;
     let dir = exec::prepare(agent)?;
     let session = Session { machine, dir: &dir, mark: random_hex(16), screen: Mutex::default() };
     let ended = session.run(&port, exec, terminal, typed, cancelled, output);

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -185,6 +185,7 @@ impl Machine {
             threads: record.threads.map(OnceLock::from).unwrap_or_default(),
             isolated: held.partition.as_ref().map(|own| OnceLock::from(own.path())).unwrap_or_default(),
             ports: Mutex::new(ports),
+            old_ports: Once::new(),
             held: Mutex::new(held),
         }))
     }

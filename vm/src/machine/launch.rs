@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::bypass::{Bypass, ForQemu, Prepared};
@@ -223,6 +223,7 @@ impl Machine {
             threads: OnceLock::new(),
             isolated: OnceLock::new(),
             ports: Mutex::new(Ports::new(start.name, start.spec.hotplug_ports, memory)),
+            old_ports: Once::new(),
             held: Mutex::new(Held { devices: start.devices, group: start.group, ..Held::default() }),
         });
         machine.mark("qemu started");

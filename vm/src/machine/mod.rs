@@ -18,7 +18,7 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -144,6 +144,8 @@ pub struct Machine {
     isolated: OnceLock<PathBuf>,
     /// PCI Express ports for zones that are attached later.
     ports: Mutex<Ports>,
+    /// The ports that an earlier supervisor has left are removed before the first one is added.
+    old_ports: Once,
     /// It is locked while the host gives or takes something, which may take long: `ps` does without. A thread that has it may lock `state`; not the other way
     /// round.
     held: Mutex<Held>,

@@ -12,6 +12,9 @@ use serde_json::json;
 use super::Machine;
 use crate::qemu::qmp::{Error, Qmp};
 
+/// Begins the name of each port that is added to a running VM.
+pub const PREFIX: &str = "org.tombolo.";
+
 /// Time for QEMU for each step.
 const STEP: Duration = Duration::from_secs(20);
 
@@ -30,6 +33,7 @@ impl Machine {
     /// When QEMU refuses or does not answer.
     pub fn add_port(&self, name: &str) -> anyhow::Result<Port<'_>> {
         let qmp = self.qmp()?;
+        self.old_ports.call_once(|| remove_old(qmp));
         let (socket, theirs) = UnixStream::pair()?;
         let getfd = qmp::getfd { fdname: name.to_owned() };
         qmp.execute_with(getfd, Some(theirs.as_fd()), STEP)?;
@@ -77,11 +81,26 @@ impl Port<'_> {
 
 impl Drop for Port<'_> {
     fn drop(&mut self) {
-        let id = json!({ "id": self.name });
-        // A QEMU that has ended has neither; one that has refused the device has the back-end alone.
-        let _none = self.qmp.execute_value("device_del", &id);
-        if let Err(e) = self.qmp.execute_value("chardev-remove", &id) {
-            crate::say!("the port {} stays in QEMU: {e}", self.name);
+        remove(self.qmp, &self.name);
+    }
+}
+
+fn remove(qmp: &Qmp, name: &str) {
+    let id = json!({ "id": name });
+    // A QEMU that has ended has neither; one that has refused the device has the back-end alone.
+    let _none = qmp.execute_value("device_del", &id);
+    if let Err(e) = qmp.execute_value("chardev-remove", &id) {
+        crate::say!("the port {name} stays in QEMU: {e}");
+    }
+}
+
+/// Removes the ports that a supervisor has left which was killed, or became another program: their other sides are gone, and a VM has few.
+fn remove_old(qmp: &Qmp) {
+    match qmp.execute(qmp::query_chardev {}) {
+        Ok(all) => {
+            let old = all.iter().filter(|chardev| chardev.label.starts_with(PREFIX));
+            old.for_each(|chardev| remove(qmp, &chardev.label));
         }
+        Err(e) => crate::say!("ports of an earlier supervisor may stay in QEMU: {e}"),
     }
 }

@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::guest::exec::{self, Ended, Exec, Input, Stream};
 use crate::guest::terminal::{self, Terminal, Typed};
 use crate::machine::Machine;
+use crate::machine::port::PREFIX;
 use crate::project::control::{Event, Feed};
 use crate::project::peer::Peer;
 use crate::project::state::random_hex;
@@ -125,8 +126,7 @@ pub fn exec(
     };
     // The reader waits while a command does not take its input, and sees no end then.
     let cancelled = || gone.load(Ordering::Acquire) || has_gone(&client);
-    let port =
-        input.then(|| machine.add_port(&format!("org.tombolo.input.{}", random_hex(8)))).transpose()?;
+    let port = input.then(|| machine.add_port(&format!("{PREFIX}input.{}", random_hex(8)))).transpose()?;
     let input = port.as_ref().map(|port| (port, receiver));
     let ended = exec::run(machine.agent(), exec, input, &cancelled, &mut output);
     if let (Err(e), true) = (&ended, cancelled()) {
