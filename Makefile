@@ -60,7 +60,7 @@ demo: ## two VMs and the host share one file system in memory
 	@demo/run
 bench: ## every bench; results in bench/results
 	@scripts/prepare bench
-	@for what in files net accel "start run" topology; do target/release/tombolo bench $$what || exit 1; done
+	@for what in files share net accel "start run" topology; do target/release/tombolo bench $$what || exit 1; done
 
 .PHONY: lint
 lint: ready-lint kernels ## formatting, lints, documentation, shell, C, the module with W=1, what is unused

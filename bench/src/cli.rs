@@ -16,6 +16,7 @@ use crate::net;
 use crate::page;
 use crate::record::{Recorded, Results, command_line};
 use crate::report;
+use crate::share;
 use crate::topology;
 
 /// Measure side by side with what else there is
@@ -39,6 +40,8 @@ pub struct Arguments {
 enum Command {
     /// The shared file system beside 9p, virtiofs and NFS, with and without their caches, ext4 with DAX and tmpfs
     Files(FilesArgs),
+    /// One root, one file of weights and one cache of many VMs, beside qcow2, virtiofs, 9p and NFS
+    Share(ShareArgs),
     /// The switch beside DPDK's vhost, and with VMs beside TAP and a bridge
     Net(NetArgs),
     /// OpenCL programs on the device itself and forwarded, in turns
@@ -88,7 +91,7 @@ struct FilesArgs {
     /// Begin no round that would end after so many minutes; one is always run
     #[arg(long, value_name = "MINUTES")]
     minutes: Option<u32>,
-    /// Only these systems and tombolo: ext4-dax, tmpfs, 9p, virtiofs, nfs, 9p-loose, virtiofs-auto, virtiofs-always
+    /// Only these systems and tombolo: ext4-dax, tmpfs, 9p, virtiofs, nfs, 9p-loose, virtiofs-auto, virtiofs-always, and for mounts of a host host-kernel, host-fuse
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     systems: Vec<String>,
     /// Seconds of each of fio's cells
@@ -118,6 +121,44 @@ struct FilesArgs {
     /// Seconds, at most, until one VM sees what another has changed
     #[arg(long, value_name = "SECONDS")]
     coherence: Option<u32>,
+    /// Guest kernel: a version of the guest kit
+    #[arg(long, default_value = "general-6.12")]
+    kernel: String,
+    /// Folder for the results
+    #[arg(long, default_value = "bench/results")]
+    results: PathBuf,
+    /// Folder of the guest kit
+    #[arg(long, default_value = ".cache/guest")]
+    kit: PathBuf,
+}
+
+/// `tombolo bench share`
+#[derive(Debug, Args)]
+struct ShareArgs {
+    /// All parts with little of each
+    #[arg(long)]
+    quick: bool,
+    /// Only these parts
+    #[arg(long, value_delimiter = ',', value_name = "PARTS")]
+    parts: Vec<share::Part>,
+    /// Only these systems and tombolo: qcow2, tmpfs, copy, 9p-loose, virtiofs-auto, virtiofs, nfs
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    systems: Vec<String>,
+    /// VMs of each system
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=64))]
+    vms: Option<u32>,
+    /// Rounds over all systems
+    #[arg(long)]
+    rounds: Option<u32>,
+    /// The folder that is the root [default: the guest kit's image, unpacked]
+    #[arg(long, value_name = "FOLDER")]
+    root: Option<PathBuf>,
+    /// MiB of weights
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
+    weights: Option<u32>,
+    /// Entries of the cache
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    entries: Option<u32>,
     /// Guest kernel: a version of the guest kit
     #[arg(long, default_value = "general-6.12")]
     kernel: String,
@@ -238,6 +279,7 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
     let json = arguments.json;
     match arguments.command {
         Command::Files(args) => interruptible(|| print(&files(args)?, json)),
+        Command::Share(args) => interruptible(|| print(&share(args)?, json)),
         Command::Net(args) => interruptible(|| print(&net(args)?, json)),
         Command::Accel(options) => {
             tombolo_bench_accel::run(&options, json)?;
@@ -296,6 +338,21 @@ fn files(args: FilesArgs) -> Result<Results> {
         matrix.jobs = args.jobs;
     }
     files::run(&plan, &args.results, &std::path::absolute(&args.kit)?)
+}
+
+fn share(args: ShareArgs) -> Result<Results> {
+    let plan = if args.quick { share::Plan::quick() } else { share::Plan::full() };
+    let plan = share::Plan {
+        parts: if args.parts.is_empty() { plan.parts } else { args.parts },
+        systems: args.systems,
+        vms: args.vms.map_or(plan.vms, |vms| vms as usize),
+        rounds: args.rounds.unwrap_or(plan.rounds),
+        root: args.root.map(std::path::absolute).transpose()?,
+        weights_mib: args.weights.unwrap_or(plan.weights_mib),
+        entries: args.entries.unwrap_or(plan.entries),
+        kernel: args.kernel,
+    };
+    share::run(&plan, &args.results, &std::path::absolute(&args.kit)?)
 }
 
 fn net(args: NetArgs) -> Result<Results> {

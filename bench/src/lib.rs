@@ -6,6 +6,7 @@
 //! - [`record`]: samples, the machine's description, the results file; all benches of the project use it
 //! - [`report`]: medians, tables, ratios; [`page`]: the page of all results
 //! - [`files`]: the shared file system beside 9p, virtiofs, NFS, ext4 with DAX and tmpfs
+//! - [`share`]: one root, one file of weights, one cache of many VMs beside qcow2, virtiofs, 9p and NFS
 //! - [`net`]: the switch beside DPDK's vhost, and beside TAP and a bridge between VMs
 //! - [`mpi`]: ranks of two VMs through a zone's memory, beside TCP, one VM and the host
 //! - [`topology`]: HPC programs and noise on the host, in a VM, and in a VM that lies on the host's topology
@@ -19,5 +20,6 @@ pub mod mpi;
 pub mod net;
 pub mod page;
 pub mod report;
+pub mod share;
 pub mod topology;
 pub use tombolo_record as record;

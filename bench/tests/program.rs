@@ -26,6 +26,7 @@ fn every_bench_has_a_manual_page() {
     for page in [
         "tombolo-bench",
         "tombolo-bench-files",
+        "tombolo-bench-share",
         "tombolo-bench-accel",
         "tombolo-bench-topology",
         "tombolo-bench-start-run",
@@ -43,7 +44,7 @@ fn a_shell_is_told_the_benches_and_their_options() {
     };
     let benches = complete("1", &[""]);
     assert!(
-        ["files", "net", "accel", "start", "topology"].iter().all(|name| benches.contains(name)),
+        ["files", "share", "net", "accel", "start", "topology"].iter().all(|name| benches.contains(name)),
         "{benches}"
     );
     assert!(complete("2", &["files", "--hand"]).starts_with("--handover"), "an option");

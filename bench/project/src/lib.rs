@@ -32,14 +32,25 @@ pub struct Project {
 impl Project {
     /// Writes `compose` to `<dir>/tombolo.toml` and starts it.
     pub fn up(dir: &Path, compose: &str) -> Result<Project> {
+        let project = Project::declare(dir, compose)?;
+        project.start(&[])?;
+        Ok(project)
+    }
+
+    /// Writes `compose` to `<dir>/tombolo.toml`, whose VMs [`Project::start`] starts.
+    pub fn declare(dir: &Path, compose: &str) -> Result<Project> {
         let file = dir.join("tombolo.toml");
         fs::write(&file, compose).with_context(|| format!("can't write {}", file.display()))?;
-        let project = Project { tombolo: tombolo(), file };
-        let status = project.command("up").status().context("can't run 'tombolo up'")?;
+        Ok(Project { tombolo: tombolo(), file })
+    }
+
+    /// Starts these VMs, or all where none is named, and waits until they are up.
+    pub fn start(&self, vms: &[String]) -> Result<()> {
+        let status = self.command("up").args(vms).status().context("can't run 'tombolo up'")?;
         if !status.success() {
-            bail!("'tombolo up' failed for {} ({status}); what it said stands above", project.file.display());
+            bail!("'tombolo up' failed for {} ({status}); what it said stands above", self.file.display());
         }
-        Ok(project)
+        Ok(())
     }
 
     fn command(&self, verb: &str) -> Command {
@@ -130,6 +141,13 @@ impl Project {
         let mut networks = ps["networks"].as_array().into_iter().flatten();
         let pid = networks.find(|n| n["name"] == net).and_then(|n| n["pid"].as_u64());
         pid.with_context(|| format!("'tombolo ps --json' names no switch of {net}: {ps}"))
+    }
+
+    /// QEMU's process of a VM.
+    pub fn process(&self, vm: &str) -> Result<u32> {
+        let entry = self.vm(vm)?;
+        let pid = entry["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok());
+        pid.with_context(|| format!("'tombolo ps --json' names no process of VM {vm}: {entry}"))
     }
 
     /// The hypervisor of a VM, "kvm" or "tcg".

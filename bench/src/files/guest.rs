@@ -20,6 +20,28 @@ pub fn build_tool(name: &str, into: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Copies `program` with its libraries, all but those of the C library, which guests have: to `into/NAME` and `into/lib`.
+pub fn copy_with_libraries(program: &Path, into: &Path) -> Result<()> {
+    let copy = |from: &Path, to: &Path| {
+        let name = from.file_name().context("a program without a name")?;
+        fs::create_dir_all(to)?;
+        fs::copy(from, to.join(name)).with_context(|| format!("can't copy {}", from.display()))?;
+        anyhow::Ok(())
+    };
+    copy(program, into)?;
+    let output = Command::new("ldd").arg(program).output().context("can't run ldd")?;
+    for line in String::from_utf8_lossy(&output.stdout).lines() {
+        // NAME => PATH (address)
+        let Some(library) = line.split_whitespace().nth(2).filter(|path| path.starts_with('/')) else {
+            continue;
+        };
+        if !library.ends_with("/libc.so.6") {
+            copy(Path::new(library), &into.join("lib"))?;
+        }
+    }
+    Ok(())
+}
+
 fn git(dir: &Path, arguments: &[&str]) -> Result<Vec<u8>> {
     // The checkout may be another user's, and no configuration of the user's may change what is measured.
     let output = Command::new("git")

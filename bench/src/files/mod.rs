@@ -125,6 +125,16 @@ impl Plan {
         mb * self.systems().iter().filter(cached).count() as u32
     }
 
+    /// The systems that are a zone in the guest's memory.
+    fn own_zones(&self) -> u32 {
+        self.systems().iter().filter(|system| matches!(system.needs, Needs::OwnZone(_))).count() as u32
+    }
+
+    /// MiB of such a zone: the files of all numbers of jobs, and names.
+    fn zone_mb(&self) -> u32 {
+        self.matrix.total_mb * 2 + 128
+    }
+
     /// What was set, for the results file.
     fn settings(&self, tree: usize) -> String {
         let Matrix { kinds, sizes, jobs, runtime_ms, total_mb, .. } = &self.matrix;
@@ -189,6 +199,9 @@ impl<'a> Bench<'a> {
         let (export, tools) = (made("export")?, made("tools")?);
         for tool in ["namebench", "handover", "coherence"] {
             guest::build_tool(tool, &tools)?;
+        }
+        if plan.own_zones() > 0 {
+            guest::copy_with_libraries(&tombolo_bench_project::tombolo(), &tools)?;
         }
         let mut tree = 0;
         if plan.trees > 0 && plan.matrix.wants("tree") {
@@ -262,7 +275,11 @@ impl<'a> Bench<'a> {
     fn prepare(&self, system: &System) -> Result<()> {
         let vms = self.plan.vms().iter().filter(|vm| **vm == VM || system.is_shared());
         for vm in vms {
-            self.project.exec(vm, &system.mount_script(self.servers.setup(system, vm)))?;
+            let setup = match system.needs {
+                Needs::OwnZone(backend) => servers::own_zone(system, backend, self.plan.zone_mb()),
+                _ => self.servers.setup(system, vm).to_owned(),
+            };
+            self.project.exec(vm, &system.mount_script(&setup))?;
         }
         self.project.exec(VM, &self.plan.matrix.prepare(&system.dir()))?;
         Ok(())
@@ -287,7 +304,7 @@ fn takes_part(
 }
 
 /// The last line of an error, which has the words of the program that failed: those before it are the script that called it.
-fn last_line(error: &str) -> &str {
+pub(crate) fn last_line(error: &str) -> &str {
     error.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or(error)
 }
 
@@ -390,7 +407,8 @@ fn compose(plan: &Plan, initrd: &Path, temp: &Path, servers: &Servers) -> String
         let mut shares = vec![share("tools", "tools", true)];
         shares.extend(has(Needs::P9).map(|system| share(system.name, "export", false)));
         // The first VM has the tmpfs, and caches both.
-        let (own, cached) = if *vm == VM { (files_mb, files_mb + total_mb / 2) } else { (0, total_mb / 2) };
+        let in_guest = files_mb + plan.own_zones() * plan.zone_mb();
+        let (own, cached) = if *vm == VM { (in_guest, files_mb + total_mb / 2) } else { (0, total_mb / 2) };
         let _ = write!(
             text,
             "[vm.{vm}]\nkernel = \"{kernel}\"\ninitrd = \"{initrd}\"\nmemory = \"{memory}M\"\ncpus = 2\n\

@@ -220,6 +220,18 @@ const PMEM: &str = "dev=; for d in /dev/pmem*; do \
     if [ \"$(dd if=$d bs=8 count=1 2>/dev/null | tr -d '\\0')\" != TOMBZONE ]; then dev=$d; fi; done; \
     mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0 $dev";
 
+/// The script that makes a zone of `mib` MiB in the guest's memory and mounts it as a host does.
+pub fn own_zone(system: &System, backend: &str, mib: u32) -> String {
+    let at = format!("/mnt/{}", system.name);
+    format!(
+        "mkdir -p /zones/of-{name} {at}; mount -t tmpfs -o size=100% tmpfs /zones/of-{name}; zone=/zones/of-{name}/zone; \
+         tombolo() {{ LD_LIBRARY_PATH=/bench/lib /bench/tombolo \"$@\"; }}; modprobe fuse; \
+         tombolo zone create $zone --size {mib}M >/dev/null; tombolo files mkfs $zone >/dev/null; \
+         tombolo files mount --backend {backend} $zone {at} >/dev/null",
+        name = system.name
+    )
+}
+
 impl Servers {
     /// Starts what the systems need and what is installed; `export` is the folder to serve.
     pub fn start(dir: &Path, export: &Path, systems: &[&'static System], vms: &[&str]) -> Servers {
@@ -229,7 +241,7 @@ impl Servers {
                     virtiofs(dir, export, vms, system.name, cache, writeback)
                 }
                 Needs::Nfs => nfs(dir, export, vms),
-                Needs::Zone | Needs::Nothing | Needs::Pmem | Needs::P9 => return None,
+                Needs::Zone | Needs::Nothing | Needs::Pmem | Needs::P9 | Needs::OwnZone(_) => return None,
             };
             Some((system.name, server.map_err(|error| format!("{error:#}"))))
         };
@@ -243,6 +255,11 @@ impl Servers {
 
     fn running(&self) -> impl Iterator<Item = (&'static str, &Server)> {
         self.0.iter().filter_map(|(system, server)| Some((*system, server.as_ref().ok()?)))
+    }
+
+    /// Their processes.
+    pub fn processes(&self) -> Vec<u32> {
+        self.running().flat_map(|(_, server)| &server.children).map(Child::id).collect()
     }
 
     /// QEMU's arguments for a VM.

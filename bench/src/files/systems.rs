@@ -46,6 +46,8 @@ pub enum Needs {
     },
     /// The NFS server.
     Nfs,
+    /// A zone in a file of the guest's own tmpfs, which the guest mounts as a host does, by `tombolo files mount --backend` with this word.
+    OwnZone(&'static str),
 }
 
 /// One system.
@@ -163,6 +165,28 @@ pub static ALL: [System; 9] = [
     },
 ];
 
+/// The mounts of a host, for which the guest stands: measured when they are named.
+pub static HOST: [System; 2] = [
+    System {
+        name: "host-kernel",
+        group: Group::Local,
+        setup: "a zone in a file of the guest's tmpfs, mounted by the guest's kernel as a host's kernel mounts one",
+        gives_up: Some("memory: the mount takes up all of the zone"),
+        needs: Needs::OwnZone("kernel"),
+        mount: "",
+        io: &[Io::Direct, Io::Buffered],
+    },
+    System {
+        name: "host-fuse",
+        group: Group::Local,
+        setup: "a zone in a file of the guest's tmpfs, mounted by FUSE as on a host without the module",
+        gives_up: Some("shared mappings, and a message to a process for each call"),
+        needs: Needs::OwnZone("fuse"),
+        mount: "",
+        io: &[Io::Direct, Io::Buffered],
+    },
+];
+
 impl System {
     /// Its line in the results.
     pub fn about(&self) -> About {
@@ -188,6 +212,7 @@ impl System {
     pub fn mount_script(&self, setup: &str) -> String {
         let at = format!("/mnt/{}", self.name);
         let mount = match self.mount {
+            // The project, or what comes before, has it mounted.
             "" => format!("grep -q ' {at} ' /proc/mounts"),
             arguments => format!("mkdir -p {at} && mount {arguments} {at}"),
         };
@@ -195,17 +220,19 @@ impl System {
     }
 }
 
-/// The systems with these names, and Tombolo; all of them where there are no names. An error names those that don't exist.
+/// The systems with these names, and Tombolo; all but those of [`HOST`] where there are no names. An error names those that don't exist.
 pub fn chosen(names: &[String]) -> Result<Vec<&'static System>, String> {
-    let unknown = names.iter().find(|name| ALL.iter().all(|system| system.name != name.as_str()));
+    let known = || ALL.iter().chain(&HOST);
+    let unknown = names.iter().find(|name| known().all(|system| system.name != name.as_str()));
     if let Some(name) = unknown {
-        let all: Vec<&str> = ALL.iter().map(|system| system.name).collect();
+        let all: Vec<&str> = known().map(|system| system.name).collect();
         return Err(format!("there is no system '{name}'; there are {}", all.join(", ")));
     }
-    let wanted = |system: &System| {
-        names.is_empty() || system.name == TOMBOLO || names.iter().any(|n| n == system.name)
-    };
-    Ok(ALL.iter().filter(|system| wanted(system)).collect())
+    if names.is_empty() {
+        return Ok(ALL.iter().collect());
+    }
+    let wanted = |system: &System| system.name == TOMBOLO || names.iter().any(|n| n == system.name);
+    Ok(known().filter(|system| wanted(system)).collect())
 }
 
 #[cfg(test)]
@@ -248,6 +275,7 @@ mod tests {
     fn tombolo_is_always_among_the_chosen_and_an_unknown_name_is_told_with_the_known() {
         let names = |systems: Vec<&System>| systems.iter().map(|system| system.name).collect::<Vec<_>>();
         assert_eq!(names(chosen(&["9p".into()]).unwrap()), [TOMBOLO, "9p"]);
+        assert_eq!(names(chosen(&["host-fuse".into()]).unwrap()), [TOMBOLO, "host-fuse"]);
         assert_eq!(chosen(&[]).unwrap().len(), ALL.len());
         let error = chosen(&["smb".into()]).unwrap_err();
         assert!(error.contains("'smb'") && error.contains("virtiofs-auto"), "{error}");
