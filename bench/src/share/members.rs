@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VMs that use one directory of a system at once. Weights: the first VM writes a file of safetensors and maps it, then each further one maps it and
-//! touches every page. A cache: the first VM fills it and uses it again, then all fill another one at once, with flock, rename and hard links.
+//! VMs that use one directory of a system at once. Weights: a file of safetensors is there before they start; the first VM maps it, then each further one
+//! maps it and touches every page. A cache: the first VM fills it and uses it again, then all fill another one at once, with flock, rename and hard links.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::thread;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use tempfile::TempDir;
 use tombolo_bench_project::Project;
 
-use super::{Part, Plan, Record, folder, memory, of_files};
+use super::{Part, Plan, Record, folder, memory, of_files, zone};
 use crate::files::guest::build_tool;
 use crate::files::servers::Servers;
 use crate::files::systems::{Needs, System};
@@ -111,13 +112,16 @@ impl Vms {
         let folder = folder()?;
         let export = folder.path().join("export");
         fs::create_dir(&export)?;
+        if takes(plan, Part::Weights, system) {
+            fill(plan, kit, system, folder.path())?;
+        }
         let names = plan.vms();
         let words: Vec<&str> = names.iter().map(String::as_str).collect();
         let servers = Servers::start(folder.path(), &export, &[system], &words);
         if let Some((_, reason)) = servers.left_out().next() {
             return Err(anyhow!("{reason}"));
         }
-        let compose = compose(plan, kit, system, &export, &servers);
+        let compose = compose(plan, kit, system, folder.path(), &servers);
         let project = Project::up(folder.path(), &compose)?;
         let vms = Vms { system, names, project, servers, _folder: folder };
         for vm in &vms.names {
@@ -148,7 +152,9 @@ impl Vms {
             ),
             _ => format!("/bench/weights read {file}"),
         };
-        self.project.exec(&self.names[0], &format!("{make} && {read}"))?;
+        if self.system.is_shared() {
+            self.project.exec(&self.names[0], &read)?;
+        }
         for vm in &self.names[1..] {
             let before = self.memory()?;
             if !self.system.is_shared() {
@@ -204,12 +210,45 @@ impl Vms {
     }
 }
 
-fn compose(plan: &Plan, kit: &Kit, system: &System, export: &Path, servers: &Servers) -> String {
+/// Puts the weights where a system's VMs find them: in the zone, whose aligned blocks an import chooses, or in the folder that is exported.
+fn fill(plan: &Plan, kit: &Kit, system: &System, folder: &Path) -> Result<()> {
+    let source = match system.needs {
+        Needs::Zone => "models".to_owned(),
+        Needs::Nothing => return Ok(()),
+        _ => format!("export/{}", system.name),
+    };
+    fs::create_dir(folder.join(&source))?;
+    let made = Command::new(kit.tools.path().join("weights"))
+        .arg("make")
+        .arg(folder.join(&source).join("weights"))
+        .arg(plan.weights_mib.to_string())
+        .status();
+    ensure!(
+        made.context("can't run the program that makes weights")?.success(),
+        "the weights can't be made in {source}"
+    );
+    if system.needs == Needs::Zone {
+        zone(folder, ZONE, zone_mib(plan).into(), &source, system.name)
+    } else {
+        Ok(())
+    }
+}
+
+/// The file of Tombolo's zone.
+const ZONE: &str = "files.zone";
+
+/// MiB of that. A file of the cache takes two blocks of 4 KiB and an inode at least, and the parts fill two caches.
+fn zone_mib(plan: &Plan) -> u32 {
+    even(plan.weights_mib + plan.entries / 10 + 64)
+}
+
+fn compose(plan: &Plan, kit: &Kit, system: &System, folder: &Path, servers: &Servers) -> String {
     let zone = match system.needs {
-        // A file of the cache takes two blocks of 4 KiB and an inode at least, and the parts fill two caches.
+        // Without weights 'up' makes the file.
         Needs::Zone => format!(
-            "[zone.files]\nsize = \"{}M\"\nfiles = true\n",
-            even(plan.weights_mib + plan.entries / 10 + 64)
+            "[zone.files]\nsize = \"{}M\"\nbacking = {:?}\nfiles = true\n",
+            zone_mib(plan),
+            folder.join(ZONE)
         ),
         _ => String::new(),
     };
@@ -218,7 +257,7 @@ fn compose(plan: &Plan, kit: &Kit, system: &System, export: &Path, servers: &Ser
         let mut shares =
             vec![format!("{{ tag = \"tools\", path = {:?}, readonly = true }}", kit.tools.path())];
         if system.needs == Needs::P9 {
-            shares.push(format!("{{ tag = \"{}\", path = {export:?} }}", system.name));
+            shares.push(format!("{{ tag = \"{}\", path = {:?} }}", system.name, folder.join("export")));
         }
         let zones = if zone.is_empty() { "" } else { "zones = { files = { mount = \"/mnt/tombolo\" } }\n" };
         text += &format!(
@@ -263,13 +302,13 @@ mod tests {
                 &plan,
                 &kit,
                 system,
-                Path::new("/export"),
+                Path::new("/folder"),
                 &Servers::start(dir.path(), dir.path(), &[], &[]),
             )
         };
         let (own, copy, tmpfs) = (text(of_files("tombolo")), text(&COPY), text(of_files("tmpfs")));
         assert!(own.contains("[zone.files]") && own.matches("/mnt/tombolo").count() == 2, "{own}");
         assert!(copy.matches("tag = \"copy\"").count() == 2 && !copy.contains("zone"), "{copy}");
-        assert!(!tmpfs.contains("/export") && !tmpfs.contains("zone"), "{tmpfs}");
+        assert!(!tmpfs.contains("/folder") && !tmpfs.contains("zone"), "{tmpfs}");
     }
 }

@@ -14,10 +14,11 @@ pub mod root;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use tempfile::TempDir;
-use tombolo_bench_project::{Project, interrupt};
+use tombolo_bench_project::{Project, interrupt, tombolo};
 
 use crate::files::last_line;
 use crate::files::systems::{self, System, TOMBOLO};
@@ -141,6 +142,24 @@ pub fn run(plan: &Plan, dir: &Path, kit: &Path) -> Result<Results> {
 /// A folder in the host's memory for what one part needs.
 fn folder() -> Result<TempDir> {
     tempfile::Builder::new().prefix("tombolo-bench-").tempdir_in("/dev/shm").context("can't use /dev/shm")
+}
+
+/// Makes a zone in a file of `folder`, whose file system has the folder `source` there as its directory `into`: as one is filled before `up`.
+fn zone(folder: &Path, file: &str, mib: u64, source: &str, into: &str) -> Result<()> {
+    let size = format!("{mib}M");
+    let to = format!("{file}:{into}");
+    let commands: [&[&str]; 3] = [
+        &["zone", "create", file, "--size", &size],
+        &["files", "mkfs", file],
+        &["files", "import", source, &to],
+    ];
+    for words in commands {
+        let output =
+            Command::new(tombolo()).args(words).current_dir(folder).output().context("can't run tombolo")?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        anyhow::ensure!(output.status.success(), "'tombolo {}' failed: {said}", words.join(" "));
+    }
+    Ok(())
 }
 
 /// The results file, which begins with the first project: that one says how VMs run.

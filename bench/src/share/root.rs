@@ -11,10 +11,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use tempfile::TempDir;
+use tombolo_bench_project::Project;
 use tombolo_bench_project::kit::Kit;
-use tombolo_bench_project::{Project, tombolo};
 
-use super::{Plan, Record, folder, memory, of_files};
+use super::{Plan, Record, folder, memory, of_files, zone};
 use crate::files::servers::Servers;
 use crate::files::systems::{Needs, System, TOMBOLO};
 use crate::record::{Better, Group};
@@ -68,9 +68,7 @@ impl Image {
             sh("mkdir \"$2\" && cd \"$2\" && cpio -idm --quiet <\"$1\" && rm init", &[&base, &tree])?;
         }
         let size = format!("{}M", image.mib()?);
-        image.tombolo(&["zone", "create", "base.zone", "--size", &size])?;
-        image.tombolo(&["files", "mkfs", "base.zone"])?;
-        image.tombolo(&["files", "import", "tree", "base.zone:root"])?;
+        zone(image.folder.path(), "base.zone", image.mib()?, "tree", "root")?;
         sh(
             &format!("truncate -s {size} \"$2\" && PATH=$PATH:/sbin mkfs.ext4 -q -d \"$1\" \"$2\""),
             &[&tree, &image.path("base.img")],
@@ -95,22 +93,17 @@ impl Image {
         Ok((kib / 1024 * 3 / 2 + 64).next_multiple_of(2))
     }
 
-    fn tombolo(&self, words: &[&str]) -> Result<()> {
-        let output = Command::new(tombolo()).args(words).current_dir(self.folder.path()).output();
-        let output = output.context("can't run tombolo")?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "'tombolo {}' failed: {said}", words.join(" "));
-        Ok(())
-    }
-
     /// The VMs' part of a compose file, in `folder`.
     fn compose(&self, system: &System, folder: &Path, servers: &Servers) -> Result<String> {
         let kernel = &self.plan.kernel;
         let mut text = format!("name = \"tombolo-bench-{}\"\n", std::process::id());
         let boot = if system.name == TOMBOLO {
-            let zone = self.path("base.zone");
-            let _ =
-                write!(text, "[zone.base]\nsize = \"{}M\"\nbacking = {zone:?}\nfiles = true\n", self.mib()?);
+            let backing = self.path("base.zone");
+            let _ = write!(
+                text,
+                "[zone.base]\nsize = \"{}M\"\nbacking = {backing:?}\nfiles = true\n",
+                self.mib()?
+            );
             format!("kernel = \"{kernel}\"\nroot = {{ zone = \"base\", path = \"/root\" }}\n")
         } else {
             let (kit, init, initrd) =
