@@ -401,6 +401,13 @@ static int tmb_visit_exited(struct kvm_vcpu *vcpu)
 	return 1;
 }
 
+/* VMFUNC in the VM's own memory, with an index that leads nowhere. KVM expects none, and warns. */
+static int tmb_undefined(struct kvm_vcpu *vcpu)
+{
+	kvm_queue_exception(vcpu, UD_VECTOR);
+	return 1;
+}
+
 static int tmb_guest_asks(struct kvm_vcpu *vcpu)
 {
 	struct tmb_visitor *v = tmb_visitor_of(vcpu);
@@ -431,6 +438,8 @@ static void notrace tmb_at_handling(unsigned long ip, unsigned long parent, stru
 		return;
 	if (v->replaced)
 		ftrace_regs_set_instruction_pointer(regs, (unsigned long)tmb_visit_exited);
+	else if (!v->visiting && (u32)tmb_vmread(VM_EXIT_REASON) == EXIT_REASON_VMFUNC)
+		ftrace_regs_set_instruction_pointer(regs, (unsigned long)tmb_undefined);
 	else if (!v->visiting && (u32)tmb_vmread(VM_EXIT_REASON) == EXIT_REASON_VMCALL && (tmb_vmread(GUEST_SS_AR_BYTES) >> 5 & 3) == 0 &&
 		 vcpu->arch.regs[VCPU_REGS_RAX] == TMB_VISIT_HYPERCALL)
 		ftrace_regs_set_instruction_pointer(regs, (unsigned long)tmb_guest_asks);

@@ -5,7 +5,7 @@
 /* mov $…, %eax, entered at its second byte. */
 #define HIDDEN(a, b, c, d) __asm__ volatile("jmp 1f + 1\n1:\t.byte 0xb8, " #a ", " #b ", " #c ", " #d : : : "rax", "rbx", "rcx", "rdx", "r11", "memory")
 
-static uint64_t visits;
+static volatile uint64_t visits;
 
 #define ODD(index, name, ...)                                                                                  \
 	uint64_t name(const struct tombolo_visit *v, uint64_t a, uint64_t b, uint64_t c)                       \
@@ -31,5 +31,5 @@ ODD(10, halts, HIDDEN(0xf4, 0x90, 0x90, 0x90));
 ODD(11, is_undefined, __asm__ volatile("ud2"));
 ODD(12, divides_by_zero, __asm__ volatile("div %%ecx" : : "c"(0), "a"(1), "d"(0)));
 ODD(13, breaks, __asm__ volatile("int3"));
-ODD(14, executes_data, visits--; ((void (*)(void))&visits)());
+ODD(14, executes_data, visits--; ((void (*)(void))(uintptr_t)&visits)());
 ODD(15, loses_its_stack, __asm__ volatile("xor %%esp, %%esp\n\tpush %%rax" : : : "memory"));
