@@ -326,7 +326,11 @@ impl Server {
     /// Looks again whether the processes that have connected have opened the zone.
     fn welcome(&mut self, say: &mut dyn FnMut(String)) -> Result<()> {
         let comers = std::mem::take(&mut self.comers);
-        comers.into_iter().fold(Ok(()), |done, (id, comer)| done.and(self.receive(id, comer, say)))
+        let mut done = Ok(());
+        for (id, comer) in comers {
+            done = done.and(self.receive(id, comer, say));
+        }
+        done
     }
 
     /// Lets a VM in once its process has opened the zone and so can hold the slot.
