@@ -6,7 +6,7 @@
 //!
 //! - [`cli`]: the commands; [`run`]: one job, from the questions to the end.
 //! - [`plan`]: who runs where: VMs, ranks, process numbers, CPUs, or the one reason why not.
-//! - [`env`]: what launchers of the VMs' own need.
+//! - [`mod@env`]: what launchers of the VMs' own need.
 //! - [`launcher`]: command lines and variables for each library.
 //! - [`node`]: the connection to a VM's node.
 
