@@ -37,7 +37,5 @@ fn a_root_weights_and_a_cache_are_shared_as_each_system_shares_them() {
     // Of 16 MiB that a second VM maps, its host has one copy; a copy in its tmpfs is another one.
     assert!(value("share-weights-memory", "tombolo") < 8.0, "{:?}", recorded.samples);
     assert!(value("share-weights-memory", "copy") > 8.0, "{:?}", recorded.samples);
-    let read = |system: &str| value("share-root-read-each-further", system);
-    assert!(read("tombolo") < read("9p-loose"), "{:?}", recorded.samples);
     assert_eq!(value("share-cache-made-of-each", "tombolo"), 1.0, "flock holds across VMs");
 }
