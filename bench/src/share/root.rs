@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VMs that start from one root file system. The first starts alone, then the others at once; in each, after its start, every file of the root is
-//! read once. A peer's root is mounted by a first process that does what that of a zone's root does ([`peer_init`]).
+//! read once. A peer's root is mounted by a first process that does what that of a zone's root does (`peer_init`).
 
 use std::fmt::Write as _;
 use std::fs;
