@@ -152,6 +152,7 @@ pub struct Member {
     /// It is a VM of whose end no lock tells: it counts as living until the host's next boot, unless the process that let it in sees its end.
     pub assumed: bool,
     /// What the slot says of a VM's liveness.
+    #[serde(skip)]
     pub(crate) held_by: HeldBy,
 }
 
