@@ -33,6 +33,7 @@ fn handle(kind: &str) -> String {
     let name = match kind {
         "exec" => "graphExec",
         "node" => "graphNode",
+        "pool" => "memoryPool",
         other => other,
     };
     format!("CU{name}")
