@@ -192,21 +192,22 @@ fn the_next_import_removes_what_a_killed_one_has_unpacked_and_none_of_one_that_r
     };
     let mount = format!("{} files mount own.zone point", env!("CARGO_BIN_EXE_tombolo"));
     shell(dir, &mount);
-    let stages = |how_many: usize| {
+    let stages = |how_many: usize, import: &mut std::process::Child| {
         let stages = |root: &str| {
             let named = std::fs::read_dir(dir.join("point")).unwrap().map(|entry| entry.unwrap().path());
             named.filter(|path| path.join(root).exists()).count()
         };
         while stages("root/file") < how_many {
+            assert!(import.try_wait().unwrap().is_none(), "the import has ended");
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
         stages("")
     };
     let mut killed = image("one");
-    assert_eq!(stages(1), 1);
+    assert_eq!(stages(1, &mut killed), 1);
     let left = std::fs::read_dir(dir.join("point")).unwrap().next().unwrap().unwrap().path().join("lock");
     let mut running = image("two");
-    assert_eq!(stages(2), 2);
+    assert_eq!(stages(2, &mut running), 2);
     killed.kill().unwrap();
     killed.wait().unwrap();
     // Its lock ends with its membership.
@@ -215,7 +216,7 @@ fn the_next_import_removes_what_a_killed_one_has_unpacked_and_none_of_one_that_r
     drop(lock);
     good(dir, &["files", "import", "tree.tar", "own.zone:same"]);
     assert!(dir.join("point/same/file").exists());
-    assert_eq!(stages(1), 2, "the running one's, and what it was named");
+    assert_eq!(stages(1, &mut running), 2, "the running one's, and what it was named");
     running.kill().unwrap();
     running.wait().unwrap();
     shell(dir, "umount point");

@@ -371,8 +371,10 @@ fn write_file(
 
 /// Returns the names of a folder's entries.
 pub(super) fn names(folder: &OwnedFd) -> rustix::io::Result<Vec<OsString>> {
+    // Of a descriptor for paths alone (O_PATH) the kernel lists nothing.
+    let listed = rustix::fs::openat(folder, ".", OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
     let mut names = Vec::new();
-    for entry in Dir::read_from(folder)? {
+    for entry in Dir::new(listed)? {
         let name = OsStr::from_bytes(entry?.file_name().to_bytes()).to_owned();
         if name != "." && name != ".." {
             names.push(name);
