@@ -22,7 +22,7 @@ fn a_root_weights_and_a_cache_are_shared_as_each_system_shares_them() {
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let recorded = Results::read(&folder.path().join("share.jsonl")).unwrap();
-    // nfs-ganesha 4 answers EIO to renames of two clients in one directory: its turn may end there, with the reason.
+    // NFS of several writers has ended with EIO at a rename (nfs-ganesha 4, cause not known): its turn may end, with the reason.
     assert!(recorded.left_out.iter().all(|line| line.system == "nfs"), "{:?}", recorded.left_out);
     let systems = |case: &str| {
         let of = recorded.samples.iter().filter(|sample| sample.case == case);

@@ -349,7 +349,7 @@ fn a_server_that_is_killed_again_and_again_loses_no_vm_and_keeps_none_that_has_e
     }
 }
 
-/// What it has of the zone in memory it stores at any moment.
+/// The VM can write to the zone at any moment, so a repair would race with it.
 #[test]
 fn the_files_of_a_vm_whose_server_died_are_neither_repaired_nor_replaced_nor_its_slot_given_away() {
     let place = Place::new();

@@ -177,7 +177,7 @@ fn the_next_import_removes_what_a_killed_one_has_unpacked_and_none_of_one_that_r
     let dir = scratch.path();
     make_zone(dir, "64M");
     shell(dir, "mkdir tree && touch tree/file && tar -C tree -cf tree.tar . && mkdir point");
-    // It never comes to its end: the second layer is a FIFO that nobody writes.
+    // The import waits for ever: the second layer is a FIFO that nobody writes.
     let image = |name: &str| {
         shell(
             dir,

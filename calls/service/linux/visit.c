@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * What happens where a client's vCPU enters and leaves guest mode. KVM itself knows nothing of visits: functions of kvm_intel are hooked by ftrace, as live
- * patches are, and only vCPUs of clients are touched.
+ * The hooks by which a client's vCPU enters and leaves visits. They are put into functions of kvm_intel by ftrace, as live patches are; KVM knows nothing of
+ * visits. Only vCPUs of clients are touched.
  *
  * vmx_vcpu_run (before an entry): the VMCS has the list and the VMFUNC controls; entry 0 is KVM's EPT pointer; a visit that goes on has its own again.
  * vmx_handle_exit_irqoff (after an exit): the EPT pointer tells whether it left a visit. Then the guest's interrupts are off in the VMCS, so KVM holds

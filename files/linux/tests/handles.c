@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * File handles and extents in a guest: `handles of FILE` prints a file's handle in hexadecimal digits; `handles open MOUNT HANDLE` what open_by_handle_at(2)
- * finds: its path and its first line, or the error's name; `handles forge MOUNT` tries handles that nobody made; `handles extents FILE` what FIEMAP and
- * statx(2) say.
+ * File handles and extents in a guest:
+ * handles of FILE: prints the file's handle in hexadecimal digits.
+ * handles open MOUNT HANDLE: opens the handle and prints the file's path and first line, or the error's name.
+ * handles forge MOUNT: tries handles that no file system gave out.
+ * handles extents FILE: prints the extents of FIEMAP and the alignment of statx(2).
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -25,7 +25,7 @@ const LOOK: i32 = 100;
 const RANK: [&str; 4] = ["SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"];
 const RANKS: [&str; 4] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"];
 
-/// What the environment says of a job.
+/// A job, read from the variables of its launcher and of `tombolo mpi env`.
 struct Job {
     name: String,
     mount: PathBuf,

@@ -133,7 +133,7 @@ impl Zone {
         if !unburied.0.iter().any(|(.., since)| now - *since > OVERDUE) {
             return Ok(Vec::new());
         }
-        // Who holds it may be suspended, too: the next call tries again.
+        // The holder of the table may be suspended as well. Then this call buries nobody, and the next one tries again.
         let Some(_table) = Own::try_hold(self.file.as_fd(), TABLE_BYTE)? else { return Ok(Vec::new()) };
         self.bury_those(&|member| {
             let is_overdue = |(id, epoch, since): &(MemberId, u32, Instant)| {

@@ -61,7 +61,8 @@ impl Cuboid {
         })
     }
 
-    /// The same for a node of a graph, which is carried out when nobody pushes the window.
+    /// Returns the copy for a node of a graph. A launch of the graph does not bring the window to the server, so one that reads or writes the window needs a
+    /// window that both share.
     pub(super) fn in_graph(self, cx: &Cx<'_>) -> Result<wire::Memcpy3d, i32> {
         if self.on_host && !cx.cuda.session().shares_window {
             Err(wire::UNSUPPORTED)
